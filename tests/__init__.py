@@ -1,0 +1,1 @@
+"""The tests, and the private servers and processes they run on."""

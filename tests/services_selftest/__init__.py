@@ -1,0 +1,1 @@
+"""The private servers of the tests are tested themselves: what they promise, others build on."""
