@@ -1,0 +1,31 @@
+"""The local clock that trust is measured on.
+
+Only the database says when a lease expires. A process needs a clock of its own
+for one question, "may I still trust what the database told me?", and that clock
+has to keep counting while the machine is suspended: ``time.monotonic()`` is
+CLOCK_MONOTONIC on Linux, which does not.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["Clock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """A clock that never goes back."""
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary instant."""
+
+
+class SystemClock:
+    """CLOCK_BOOTTIME where the system has one, else the monotonic clock."""
+
+    _id: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
+    def now(self) -> float:
+        """Return seconds since boot, suspended time included where it can be known."""
+        return time.monotonic() if self._id is None else time.clock_gettime(self._id)
