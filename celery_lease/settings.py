@@ -9,6 +9,7 @@ objects, modules and namespaces alike.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -148,7 +149,7 @@ def duration(setting: str, value: Any) -> float:
     """
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise ConfigurationError(
             f"{setting} = {value!r} is not a duration; give seconds as a number or a timedelta",
             setting=setting,
@@ -242,7 +243,7 @@ def _reject_unknown(conf: Mapping[str, Any]) -> None:
     """Refuse a ``beat_lease_*`` name that nothing would read: it is a typing error."""
     known = {each.name for each in fields(Settings)}
     for key in list(conf.keys()):
-        spoken = _SPOKEN.fullmatch(key) if isinstance(key, str) else None
+        spoken = _SPOKEN.fullmatch(str(key))
         if spoken is None:
             continue
         name = spoken.group(1).lower()

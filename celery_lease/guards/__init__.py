@@ -1,0 +1,1 @@
+"""Guards: the fence at the place that is written to."""

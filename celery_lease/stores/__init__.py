@@ -1,0 +1,1 @@
+"""Lease databases. Empty on purpose: ``stores.base`` is to be had without SQLAlchemy."""

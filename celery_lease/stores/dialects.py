@@ -191,19 +191,16 @@ class Database:
 def _current(source: sa.FromClause, *tables: sa.Table) -> sa.Select[Any]:
     """Select the columns of a commit row from *source* where *tables* show this term."""
     bind = sa.bindparam
-    return (
-        sa.select(
-            bind("task_id", type_=sa.String),
-            bind("lease", type_=sa.String),
-            bind("epoch", type_=sa.BigInteger),
-            bind("term", type_=sa.String),
-            bind("execution", type_=sa.String),
-            bind("outcome", type_=sa.String),
-            utcnow(),
-        )
-        .select_from(source)
-        .where(*_matches(*tables))
-    )
+    columns: list[sa.ColumnElement[Any]] = [
+        bind("task_id", type_=sa.String),
+        bind("lease", type_=sa.String),
+        bind("epoch", type_=sa.BigInteger),
+        bind("term", type_=sa.String),
+        bind("execution", type_=sa.String),
+        bind("outcome", type_=sa.String),
+        utcnow(),
+    ]
+    return sa.select(*columns).select_from(source).where(*_matches(*tables))
 
 
 def _matches(*tables: sa.Table) -> list[sa.ColumnElement[bool]]:

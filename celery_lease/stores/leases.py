@@ -283,8 +283,9 @@ class SQLLeaseStore:
         if fence is not None and fence.epoch == term.epoch:
             return Raised.RAISED if fence.term == term.uuid else Raised.CONFLICT
         lease = self.read(term.name)
-        later = fence is not None and lease is not None and lease.epoch >= fence.epoch
-        return Raised.SUPERSEDED if later and lease.epoch > term.epoch else Raised.CONFLICT
+        # A fence above us is a later takeover's, if the lease row went on as well.
+        later = lease is not None and lease.epoch > term.epoch
+        return Raised.SUPERSEDED if later else Raised.CONFLICT
 
     # --- looking ------------------------------------------------------------------------
 
@@ -515,7 +516,7 @@ def _schema_message(found: int | None, shown: str) -> str:
         )
     return (
         f"the tables in {shown} are of version {found}, this package works with version "
-        f"{SCHEMA_VERSION}; run the same version of celery-lease everywhere, or 'celery lease init'"
+        f"{SCHEMA_VERSION}; run the same version of celery-lease everywhere"
     )
 
 

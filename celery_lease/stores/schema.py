@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 __all__ = [
@@ -38,9 +38,7 @@ class UTCDateTime(TypeDecorator[datetime]):
             return dialect.type_descriptor(postgresql.TIMESTAMP(timezone=True))
         if dialect.name in ("mysql", "mariadb"):
             return dialect.type_descriptor(mysql.DATETIME(fsp=6))
-        return dialect.type_descriptor(
-            sqlite.DATETIME() if dialect.name == "sqlite" else self.impl_instance
-        )
+        return dialect.type_descriptor(sa.DateTime())
 
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
         """Refuse a naive instant; store UTC."""
@@ -66,7 +64,7 @@ def _name(length: int) -> sa.String:
     return sa.String(length).with_variant(binary, "mysql", "mariadb")
 
 
-_ENGINE = {
+_ENGINE: dict[str, Any] = {
     "mysql_engine": "InnoDB",
     "mariadb_engine": "InnoDB",
     "mysql_charset": "utf8mb4",

@@ -1,0 +1,450 @@
+"""Who leads: standby or leading, and until when a term may be trusted.
+
+::
+
+    standby ── acquire, raise the fence ──> leading
+       ^                                       │
+       └── lost, released, conceded, conflict ─┘
+
+A term trusts itself until
+
+    the instant before the request was sent + ttl - margin
+
+on a local clock that counts suspended time. The request, not the answer: an answer
+may take any time to arrive, and the database began to count when it had the request.
+(The same rule: River's elector, the DynamoDB lock client. client-go and etcd's client
+begin at the answer, and can trust a lease that has expired.)
+
+Renewing happens on a thread, so that a slow publish does not lose the lease, and stops
+when the loop is overdue by ``stall_timeout``, so that a hung beat does not keep it. Each
+term has a thread and a state of its own: a thread that wakes up late can end its own
+term and no other.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from celery_lease.clock import Clock, SystemClock
+from celery_lease.errors import LeaseLost, StoreContention, StoreError
+from celery_lease.lease import Holder, Lease, Term
+from celery_lease.settings import Settings
+from celery_lease.stores.base import LeaseStore, Raised, Renewal
+
+__all__ = ["Action", "Elector", "Transition"]
+
+
+class Action(str, Enum):
+    """What happened to a lease, as seen by one process."""
+
+    #: This process leads.
+    ACQUIRED = "acquired"
+    #: Epochs had gone back in the database; this term was moved above them.
+    JUMPED = "jumped"
+    #: A takeover waits for guarded transactions to end.
+    RAISING = "raising"
+    #: Renewed, but later than planned.
+    RENEWED_LATE = "renewed-late"
+    #: A renewal got no answer; the term is still trusted for a while.
+    RENEWAL_FAILED = "renewal-failed"
+    #: The loop is overdue: renewing stops.
+    STALLED = "stalled"
+    #: The loop came back in time: renewing goes on.
+    RESUMED = "resumed"
+    #: The term is over and was not given up.
+    LOST = "lost"
+    #: The term was given up.
+    RELEASED = "released"
+    #: One epoch was granted twice, or a larger one appeared in a trusted term.
+    CONFLICT = "conflict"
+    #: Somebody else leads.
+    STANDING_BY = "standing-by"
+    #: The lease database does not answer.
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One thing that happened to a lease, for logs and signals."""
+
+    #: What happened.
+    action: Action
+    #: Name of the lease.
+    name: str
+    #: This process.
+    holder: str
+    #: The epoch that was gained, held or lost.
+    epoch: int | None = None
+    #: The lease as a loser saw it.
+    lease: Lease | None = None
+    #: Why, in words.
+    reason: str | None = None
+    #: Seconds that belong to it: trust left, lateness.
+    seconds: float | None = None
+    #: Who held the lease before, at a takeover.
+    previous_holder: str | None = None
+
+
+class _Tenure:
+    """A term in this process: how long it is trusted, and whether it is over."""
+
+    def __init__(self, term: Term, sent_at: float, trusted_until: float) -> None:
+        self.term = term
+        self.renewed_at = sent_at
+        self.trusted_until = trusted_until
+        self.over = threading.Event()
+        self.thread: threading.Thread | None = None
+
+
+class Elector:
+    """Campaigns for one lease, renews it, and knows whether it may be trusted.
+
+    Args:
+        store: The lease database.
+        settings: Name and durations.
+        holder: This process.
+        clock: The local clock.
+        observe: Called with each transition, on whichever thread it happens.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        settings: Settings,
+        *,
+        holder: Holder,
+        clock: Clock | None = None,
+        observe: Callable[[Transition], None] = lambda _transition: None,
+    ) -> None:
+        self.store = store
+        self.settings = settings
+        self.holder = holder
+        self.clock = clock or SystemClock()
+        #: How many times the current and earlier terms were renewed.
+        self.renewals = 0
+        #: What the last lost campaign saw.
+        self.seen: Lease | None = None
+        self._observe = observe
+        self._tenure: _Tenure | None = None
+        self._ending = threading.Lock()
+        self._wake = threading.Event()
+        self._expected = self.clock.now()
+        self._conflict: int | None = None
+        self._stalled = False
+
+    # --- asking -------------------------------------------------------------------------
+
+    @property
+    def leading(self) -> bool:
+        """Whether this process holds a term that it may trust at this moment."""
+        return self.term is not None
+
+    @property
+    def term(self) -> Term | None:
+        """The term, while it may be trusted."""
+        tenure = self._tenure
+        if tenure is None or not self._trusts(tenure):
+            return None
+        return tenure.term
+
+    @property
+    def trust_left(self) -> float:
+        """Seconds that the term may still be trusted."""
+        tenure = self._tenure
+        return 0.0 if tenure is None else max(0.0, tenure.trusted_until - self.clock.now())
+
+    def check(self) -> Term:
+        """Return the term; call it before each thing that can put messages on the wire.
+
+        Raises:
+            LeaseLost: There is no term, or it may not be trusted any more.
+        """
+        tenure = self._tenure
+        if tenure is not None and self._trusts(tenure):
+            return tenure.term
+        if tenure is not None:
+            self._end(tenure, Action.LOST, "its trust window closed")
+        raise LeaseLost(
+            f"the lease {self.settings.name!r} is not held by {self.holder}",
+            name=self.settings.name,
+            held_epoch=tenure.term.epoch if tenure is not None else 0,
+        )
+
+    def next_try(self) -> float:
+        """Return seconds until a standby should campaign again: jittered, sooner at an expiry."""
+        interval = self.settings.retry_interval
+        wait = interval * random.uniform(0.8, 1.0)
+        if self.seen is not None and self.seen.held:
+            # One try right after the expiry that is known of.
+            wait = min(wait, self.seen.remaining + interval * random.uniform(0.0, 0.1))
+        return max(wait, 0.05)
+
+    # --- the loop's side ----------------------------------------------------------------
+
+    def progress(self, wait: float) -> None:
+        """Tell that the loop passed and will be back.
+
+        Args:
+            wait: Seconds until it is expected again.
+        """
+        self._expected = self.clock.now() + wait
+
+    def wait(self, timeout: float) -> None:
+        """Wait, at most *timeout* seconds, for something to do."""
+        self._wake.wait(timeout)
+        self._wake.clear()
+
+    def campaign(self) -> bool:
+        """Try once to lead: acquire, then raise the fence. A database that is down is a no.
+
+        Returns:
+            Whether this process leads.
+        """
+        if self.leading:
+            return True
+        self._end_expired()
+        self.progress(self.settings.ttl)
+        try:
+            if not self._may_campaign():
+                return False
+            sent_at = self.clock.now()
+            answer = self.store.acquire(
+                self.settings.name, self.holder, self.settings.ttl, str(uuid.uuid4())
+            )
+        except StoreError as error:
+            self._tell(Action.UNAVAILABLE, reason=str(error))
+            return False
+        if isinstance(answer, Lease):
+            self.seen = answer
+            self._tell(Action.STANDING_BY, lease=answer, epoch=answer.epoch)
+            return False
+        return self._take_over(answer, sent_at)
+
+    def concede(self, reason: str) -> None:
+        """Step down at once: somebody else is known to lead."""
+        tenure = self._tenure
+        if tenure is not None:
+            self._end(tenure, Action.LOST, reason)
+
+    def close(self) -> None:
+        """Release the lease, stop the thread. Safe to call again; the store's waits bound it."""
+        tenure = self._tenure
+        self._wake.set()
+        if tenure is None:
+            return
+        self._retire(tenure)
+        try:
+            released = self.store.release(tenure.term)
+        except StoreError as error:
+            self._tell(Action.LOST, epoch=tenure.term.epoch, reason=f"not released: {error}")
+            return
+        if released:
+            self._tell(Action.RELEASED, epoch=tenure.term.epoch)
+        else:
+            self._tell(
+                Action.LOST, epoch=tenure.term.epoch, reason="it was over before it was released"
+            )
+
+    # --- taking over --------------------------------------------------------------------
+
+    def _may_campaign(self) -> bool:
+        """After a conflict, stay standby until the epoch has been jumped."""
+        if self._conflict is None:
+            return True
+        lease = self.store.read(self.settings.name)
+        if lease is None or lease.epoch <= self._conflict:
+            self.seen = lease
+            return False
+        self._conflict = None
+        return True
+
+    def _take_over(self, term: Term, sent_at: float) -> bool:
+        tenure = _Tenure(term, sent_at, self._trusted_until(sent_at))
+        if not self._trusts(tenure):
+            self._give_back(term, "the grant arrived after its trust window had closed")
+            return False
+        try:
+            if not self._jump_if_behind(tenure):
+                return False
+        except StoreError as error:
+            self._give_back(term, str(error))
+            return False
+        self._start(tenure)
+        if not self._raise_fence(tenure):
+            return False
+        self._tenure = tenure
+        self._tell(
+            Action.ACQUIRED,
+            epoch=tenure.term.epoch,
+            seconds=tenure.trusted_until - self.clock.now(),
+            previous_holder=tenure.term.previous_holder,
+        )
+        return True
+
+    def _jump_if_behind(self, tenure: _Tenure) -> bool:
+        term = tenure.term
+        floor = self.store.floor(term)
+        if floor < term.epoch:
+            return True
+        jumped = self.store.jump(term, floor)
+        if jumped is None:
+            self._tell(Action.LOST, epoch=term.epoch, reason="it was over before it began")
+            return False
+        tenure.term = jumped
+        self._tell(
+            Action.JUMPED,
+            epoch=jumped.epoch,
+            reason=f"epoch {floor} was in use already, the lease row said {term.epoch - 1}",
+        )
+        return True
+
+    def _raise_fence(self, tenure: _Tenure) -> bool:
+        """Raise the fence, waiting for guards in their last round trip while the term is ours."""
+        while self._trusts(tenure):
+            self.progress(self.settings.ttl)
+            try:
+                raised = self.store.raise_fence(tenure.term)
+            except StoreError as error:
+                waits = isinstance(error, StoreContention)
+                self._tell(Action.RAISING, epoch=tenure.term.epoch, reason=str(error))
+                tenure.over.wait(0.0 if waits else 0.2)
+                continue
+            if raised is Raised.RAISED:
+                return True
+            action = Action.CONFLICT if raised is Raised.CONFLICT else Action.LOST
+            self._end(tenure, action, f"the fence is {raised.value}")
+            return False
+        self._end(tenure, Action.LOST, "the fence could not be raised in time")
+        return False
+
+    def _give_back(self, term: Term, reason: str) -> None:
+        self._tell(Action.LOST, epoch=term.epoch, reason=reason)
+        try:
+            self.store.release(term)
+        except StoreError:
+            return  # It expires by itself.
+
+    # --- renewing -----------------------------------------------------------------------
+
+    def _start(self, tenure: _Tenure) -> None:
+        tenure.thread = threading.Thread(
+            target=self._keep, args=(tenure,), name=f"lease-{tenure.term.epoch}", daemon=True
+        )
+        tenure.thread.start()
+
+    def _keep(self, tenure: _Tenure) -> None:
+        delay = self.settings.renew_interval
+        while not tenure.over.wait(delay):
+            if not self._trusts(tenure):
+                self._end(tenure, Action.LOST, "its trust window closed")
+                return
+            delay = self._pause(tenure) if self._overdue(tenure) else self._renew(tenure)
+
+    def _overdue(self, tenure: _Tenure) -> bool:
+        """Whether the loop is late by more than the stall timeout."""
+        late = self.clock.now() - self._expected
+        stalled = late > self.settings.stall_timeout
+        if stalled != self._stalled:
+            self._stalled = stalled
+            action = Action.STALLED if stalled else Action.RESUMED
+            self._tell(action, epoch=tenure.term.epoch, seconds=max(0.0, late))
+        return stalled
+
+    def _pause(self, tenure: _Tenure) -> float:
+        """Return how long to wait while renewing is stopped."""
+        left = tenure.trusted_until - self.clock.now()
+        return max(0.01, min(self.settings.renew_interval / 4, left))
+
+    def _renew(self, tenure: _Tenure) -> float:
+        """Renew once; return seconds until the next try."""
+        sent_at = self.clock.now()
+        try:
+            answer = self.store.renew(tenure.term, self.settings.ttl)
+        except StoreError as error:
+            left = tenure.trusted_until - self.clock.now()
+            self._tell(
+                Action.RENEWAL_FAILED, epoch=tenure.term.epoch, reason=str(error), seconds=left
+            )
+            return max(0.01, min(self.settings.renew_interval, left / 4))
+        if answer is Renewal.RENEWED:
+            return self._renewed(tenure, sent_at)
+        if answer is Renewal.CONFLICT:
+            self._end(tenure, Action.CONFLICT, "the epoch was granted to another term")
+        else:
+            self._end_lost(tenure)
+        return 0.0
+
+    def _renewed(self, tenure: _Tenure, sent_at: float) -> float:
+        until = self._trusted_until(sent_at)
+        if self.clock.now() >= until:
+            self._end(tenure, Action.LOST, "the renewal's answer came after its trust window")
+            return 0.0
+        gap = sent_at - tenure.renewed_at
+        tenure.renewed_at, tenure.trusted_until = sent_at, until
+        self.renewals += 1
+        if gap > 2 * self.settings.renew_interval:
+            self._tell(Action.RENEWED_LATE, epoch=tenure.term.epoch, seconds=gap)
+        spent = self.clock.now() - sent_at
+        return max(0.01, self.settings.renew_interval - spent)
+
+    def _end_lost(self, tenure: _Tenure) -> None:
+        """End a term that the database does not know any more, and say why where it tells."""
+        try:
+            lease = self.store.read(self.settings.name)
+        except StoreError:
+            lease = None
+        if lease is not None and lease.epoch > tenure.term.epoch:
+            # Whoever took it cannot have waited for our expiry, if we still trust it.
+            early = self._trusts(tenure)
+            action = Action.CONFLICT if early else Action.LOST
+            self._end(
+                tenure, action, f"{lease.holder or 'nobody'} leads under epoch {lease.epoch}"
+            )
+        else:
+            self._end(tenure, Action.LOST, "it expired before it was renewed")
+
+    # --- ending -------------------------------------------------------------------------
+
+    def _end_expired(self) -> None:
+        tenure = self._tenure
+        if tenure is not None and not self._trusts(tenure):
+            self._end(tenure, Action.LOST, "its trust window closed")
+
+    def _end(self, tenure: _Tenure, action: Action, reason: str) -> None:
+        """End a term once, whoever notices first, and say so."""
+        if not self._retire(tenure):
+            return
+        self._tell(action, epoch=tenure.term.epoch, reason=reason)
+        if action is Action.CONFLICT:
+            self._conflict = tenure.term.epoch
+            try:
+                self.store.end_by_conflict(tenure.term)
+            except StoreError as error:
+                self._tell(Action.UNAVAILABLE, reason=str(error))
+
+    def _retire(self, tenure: _Tenure) -> bool:
+        """Stop a term's thread and forget the term; False where that was done before."""
+        with self._ending:
+            if tenure.over.is_set():
+                return False
+            tenure.over.set()
+            if self._tenure is tenure:
+                self._tenure = None
+        self._stalled = False
+        self._wake.set()
+        return True
+
+    def _trusts(self, tenure: _Tenure) -> bool:
+        return self.clock.now() < tenure.trusted_until and not tenure.over.is_set()
+
+    def _trusted_until(self, sent_at: float) -> float:
+        return sent_at + self.settings.ttl - self.settings.margin
+
+    def _tell(self, action: Action, **details: object) -> None:
+        blank = Transition(action=action, name=self.settings.name, holder=str(self.holder))
+        self._observe(replace(blank, **details))  # type: ignore[arg-type] # checked by the dataclass
