@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services import MariaDB, PostgreSQL, Redis, ServiceMissing
+from tests.services import MariaDB, PostgreSQL, RabbitMQ, Redis, ServiceMissing
 
 #: Set where every server must be there: a missing one is then a failure, not a skip.
 REQUIRE_SERVICES = "CELERY_LEASE_REQUIRE_SERVICES"
@@ -31,7 +31,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def _servers() -> str:
     found = []
-    for cls in (PostgreSQL, MariaDB, Redis):
+    for cls in (PostgreSQL, MariaDB, Redis, RabbitMQ):
         service = cls()
         try:
             if not service.external:
@@ -89,6 +89,13 @@ def redis_server() -> Iterator[Redis]:
         yield service
 
 
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQ]:
+    """The session's RabbitMQ server, which takes ten seconds to start."""
+    with RabbitMQ() as service:
+        yield service
+
+
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     """The URL of a SQLite file that does not exist yet."""
@@ -115,6 +122,14 @@ def mariadb_url(mariadb: MariaDB) -> Iterator[str]:
 def redis_url(redis_server: Redis) -> str:
     """The URL of an empty Redis database."""
     return redis_server.create_database()
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq: RabbitMQ) -> Iterator[str]:
+    """The URL of an empty RabbitMQ virtual host."""
+    url = rabbitmq.create_vhost()
+    yield url
+    rabbitmq.delete_vhost(url)
 
 
 @pytest.fixture(

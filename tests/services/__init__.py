@@ -9,15 +9,24 @@ can be named instead, by ``CELERY_LEASE_TEST_<SERVICE>_URL``; it is then used, n
 from tests.services.base import Service, ServiceFailed, ServiceMissing, free_port, wait_until
 from tests.services.mariadb import MariaDB
 from tests.services.postgresql import PostgreSQL
+from tests.services.proxy import Connection, TCPProxy, Verdict, cut_before, hold, lose_answer
+from tests.services.rabbitmq import RabbitMQ
 from tests.services.redis import Redis
 
 __all__ = [
+    "Connection",
     "MariaDB",
     "PostgreSQL",
+    "RabbitMQ",
     "Redis",
     "Service",
     "ServiceFailed",
     "ServiceMissing",
+    "TCPProxy",
+    "Verdict",
+    "cut_before",
     "free_port",
+    "hold",
+    "lose_answer",
     "wait_until",
 ]

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -77,16 +77,30 @@ def process_tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def signal_tree(pid: int, number: int) -> None:
-    """Send a signal to a process and all its descendants, those born meanwhile included."""
-    seen: set[psutil.Process] = set()
-    while new := [process for process in process_tree(pid) if process not in seen]:
-        for process in new:
-            seen.add(process)
-            try:
-                process.send_signal(number)
-            except psutil.NoSuchProcess:
-                pass  # gone by itself: as good
+def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
+    """Send a signal to each of these processes that still is there."""
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            pass  # gone by itself: as good
+
+
+def freeze_tree(pid: int) -> list[psutil.Process]:
+    """SIGSTOP a process and all its descendants, those born meanwhile included; return them."""
+    frozen: list[psutil.Process] = []
+    while new := [process for process in process_tree(pid) if process not in frozen]:
+        signal_all(new, signal.SIGSTOP)
+        frozen += new
+    return frozen
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process runs or is stopped; one that only waits to be reaped is dead."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Service:
@@ -120,6 +134,10 @@ class Service:
 
     def prepare(self) -> None:
         """Fill the new directory."""
+
+    def choose_ports(self) -> None:
+        """Choose the port, and any other that the server needs."""
+        self.port = free_port()
 
     def command(self) -> list[str]:
         """The program and its arguments, for `self.port`."""
@@ -182,7 +200,7 @@ class Service:
             self._launch()
             return self
         for attempt in itertools.count(1):
-            self.port = free_port()
+            self.choose_ports()
             try:
                 self._launch()
             except ServiceFailed:
@@ -260,15 +278,16 @@ class Service:
 
     def freeze(self) -> None:
         """Stop all processes where they are (SIGSTOP); connections stay open and silent."""
-        signal_tree(self.pid, signal.SIGSTOP)
+        freeze_tree(self.pid)
 
     def thaw(self) -> None:
         """Let frozen processes go on (SIGCONT)."""
-        signal_tree(self.pid, signal.SIGCONT)
+        signal_all(process_tree(self.pid), signal.SIGCONT)
 
     def kill(self) -> None:
         """Crash: SIGKILL to all processes at once."""
-        self._end(lambda: signal_tree(self.pid, signal.SIGKILL))
+        # Frozen first, so that none is born while we look.
+        self._end(lambda: signal_all(freeze_tree(self.pid), signal.SIGKILL))
 
     def shut_down(self) -> None:
         """End the processes cleanly, by force after ten seconds; the data stay."""
@@ -305,7 +324,7 @@ class Service:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self.name} did not end within {timeout:g} s") from None
-        wait_until(lambda: not any(map(_alive, tree)), timeout=timeout, message="its children")
+        wait_until(lambda: not any(map(alive, tree)), timeout=timeout, message="its children")
 
     def _must_be_ours(self) -> None:
         if self.external:
@@ -358,9 +377,3 @@ class DatabaseService(Service):
             result = connection.execute(sa.text(statement), parameters)
             return [tuple(row) for row in result] if result.returns_rows else []
 
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
