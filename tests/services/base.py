@@ -23,6 +23,9 @@ from sqlalchemy.pool import NullPool
 
 T = TypeVar("T")
 
+#: The folder that ``tests`` and ``example_project`` are imported from.
+ROOT = Path(__file__).parents[2]
+
 
 class ServiceMissing(Exception):
     """A server's program is not installed, or the server is not ours to do this with."""
@@ -286,6 +289,7 @@ class Service:
 
     def kill(self) -> None:
         """Crash: SIGKILL to all processes at once."""
+        self._must_be_ours()
         # Frozen first, so that none is born while we look.
         self._end(lambda: signal_all(freeze_tree(self.pid), signal.SIGKILL))
 
