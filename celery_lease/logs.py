@@ -7,10 +7,11 @@ The fields come from a filter on the handlers. A log record factory would break
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from celery import signals
-from celery.app.defaults import DEFAULT_PROCESS_LOG_FMT, DEFAULT_TASK_LOG_FMT
+from celery.app import defaults
 
 from celery_lease.elector import Action, Transition
 from celery_lease.errors import FencingError
@@ -18,10 +19,14 @@ from celery_lease.stamp import current_stamp
 
 __all__ = ["LeaseFilter", "TransitionLog", "install"]
 
+# Not in Celery's type stubs.
+_PROCESS: str = defaults.DEFAULT_PROCESS_LOG_FMT  # type: ignore[attr-defined]
+_TASK: str = defaults.DEFAULT_TASK_LOG_FMT  # type: ignore[attr-defined]
+
 #: Celery's default formats, with room for the epoch where there is one.
 _TAGGED = {
-    DEFAULT_PROCESS_LOG_FMT: DEFAULT_PROCESS_LOG_FMT.replace("]", "]%(lease_tag)s", 1),
-    DEFAULT_TASK_LOG_FMT: DEFAULT_TASK_LOG_FMT.replace("]:", "]%(lease_tag)s:", 1),
+    _PROCESS: _PROCESS.replace("] ", "]%(lease_tag)s ", 1),
+    _TASK: _TASK.replace("]: ", "]%(lease_tag)s: ", 1),
 }
 
 
@@ -171,7 +176,7 @@ def _standing_by(t: Transition) -> str:
     )
 
 
-_SENTENCES = {
+_SENTENCES: dict[Action, Callable[[Transition], str]] = {
     Action.ACQUIRED: _acquired,
     Action.JUMPED: lambda t: (
         f"epochs had gone back in the database: {t.reason}; {t.holder} jumped to epoch {t.epoch}"
