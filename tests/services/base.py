@@ -15,11 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import psutil
 import sqlalchemy as sa
 from sqlalchemy.pool import NullPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -189,8 +192,8 @@ class Service:
         """The user to run as; None for our own."""
         return unprivileged() if self.needs_unprivileged else None
 
-    def start(self) -> Service:
-        """Start the server, or start it again on its old data and port, and wait until it answers."""
+    def start(self) -> Self:
+        """Start the server, or start it again on its old data and port; wait until it answers."""
         if self.external:
             wait_until(self.answers, timeout=self.start_timeout, message=self.external_url or "")
             return self
@@ -334,7 +337,7 @@ class Service:
         if self.external:
             raise ServiceMissing(f"{self.name} at {self.url_variable()} is not ours to signal")
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> Self:
         """Start."""
         return self.start()
 
@@ -380,4 +383,3 @@ class DatabaseService(Service):
         with engine.connect() as connection:
             result = connection.execute(sa.text(statement), parameters)
             return [tuple(row) for row in result] if result.returns_rows else []
-

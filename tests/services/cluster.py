@@ -8,11 +8,15 @@ The API is the one that Celery's own tests use over Docker; here each "container
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from pytest_celery import CeleryTestCluster, CeleryTestNode
 from pytest_docker_tools.exceptions import TimeoutError as ContainerTimeout
 
 from tests.services.processes import CeleryProcess
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ProcessNode(CeleryTestNode):
@@ -20,7 +24,7 @@ class ProcessNode(CeleryTestNode):
 
     container: CeleryProcess
 
-    def start(self) -> ProcessNode:
+    def start(self) -> Self:
         """Start the process, and do not wait."""
         self.container.start()
         return self
@@ -75,7 +79,7 @@ class ProcessCluster(CeleryTestCluster):
             *(ProcessNode(node) if isinstance(node, CeleryProcess) else node for node in nodes)
         )
 
-    def start(self) -> ProcessCluster:
+    def start(self) -> Self:
         """Start all, then wait until each is ready."""
         for node in self:
             node.start()
@@ -87,7 +91,7 @@ class ProcessCluster(CeleryTestCluster):
         for node in reversed(self.nodes):
             node.teardown()
 
-    def __enter__(self) -> ProcessCluster:
+    def __enter__(self) -> Self:
         """Start."""
         try:
             return self.start()

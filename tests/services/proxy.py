@@ -11,7 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Who sent the bytes.
 Direction: TypeAlias = Literal["client", "server"]
@@ -46,11 +49,13 @@ class Connection:
         self.pipes = (_Pipe(self, "client", client, server), _Pipe(self, "server", server, client))
 
     def close(self, *, reset: bool = False) -> None:
+        """Close both sides, in order or by a reset."""
         for pipe in self.pipes:
             _close(pipe.source, reset=reset)
 
     @property
     def closed(self) -> bool:
+        """Whether both sides are closed."""
         return all(pipe.source.fileno() < 0 for pipe in self.pipes)
 
 
@@ -126,7 +131,7 @@ class TCPProxy:
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
 
-    def start(self) -> TCPProxy:
+    def start(self) -> Self:
         """Begin to forward."""
         self._listen()
         self._running = True
@@ -166,7 +171,7 @@ class TCPProxy:
         """How many connections are open."""
         return len(self._connections)
 
-    def __enter__(self) -> TCPProxy:
+    def __enter__(self) -> Self:
         """Start."""
         return self.start()
 
@@ -191,9 +196,9 @@ class TCPProxy:
             readable, writable = self._wait()
             now = time.monotonic()
             for pipe in writable:
-                self._guarded(pipe, lambda pipe=pipe: pipe.send(now))
+                self._guarded(_Pipe.send, pipe, now)
             for pipe in readable:
-                self._guarded(pipe, lambda pipe=pipe: self._receive(pipe, now))
+                self._guarded(self._receive, pipe, now)
             self._connections = [each for each in self._connections if not each.closed]
             # Last, so that what could be read before an order was read before it.
             self._obey()
@@ -226,12 +231,13 @@ class TCPProxy:
             return []
         return [pipe for connection in self._connections for pipe in connection.pipes]
 
-    def _guarded(self, pipe: _Pipe, action: Callable[[], None]) -> None:
+    @staticmethod
+    def _guarded(action: Callable[[_Pipe, float], None], pipe: _Pipe, now: float) -> None:
         """Act on a pipe whose connection is open; an error on one side resets the other too."""
         if pipe.connection.closed:
             return
         try:
-            action()
+            action(pipe, now)
         except OSError:
             pipe.connection.close(reset=True)
         if all(each.drained for each in pipe.connection.pipes):

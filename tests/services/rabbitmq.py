@@ -86,7 +86,8 @@ class RabbitMQ(Service):
             "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_DIST_PORT": str(self.distribution_port),
             "RABBITMQ_LOGS": "-",
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none",
+            # Two schedulers, which sleep rather than spin when there is nothing to do.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none +sbwtdcpu none",
             "ERL_EPMD_PORT": str(self.epmd_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
         }

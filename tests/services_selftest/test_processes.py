@@ -199,9 +199,8 @@ def test_a_real_beat_and_a_real_worker(redis_url, tmp_path, monkeypatch):
     module = "tests.services_selftest.app"
     options = {"directory": tmp_path, "env": {"SELFTEST_BROKER": redis_url}}
     schedule = f"--schedule={tmp_path / 'schedule'}"
-    beat = BeatNode(
-        CeleryProcess.beat(module, schedule, scheduler="celery.beat:PersistentScheduler", **options)
-    )
+    stock = "celery.beat:PersistentScheduler"
+    beat = BeatNode(CeleryProcess.beat(module, schedule, scheduler=stock, **options))
     worker = WorkerNode(CeleryProcess.worker(module, **options))
     with ProcessCluster(beat, worker):
         assert len(worker.pool) == 1

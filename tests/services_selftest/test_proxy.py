@@ -40,17 +40,21 @@ class Client:
         self.file = self.sock.makefile("rb")
 
     def say(self, line):
+        """Send, and do not wait."""
         self.sock.sendall(line)
 
     def hear(self, timeout=5):
+        """Wait for a line; empty at the end."""
         self.sock.settimeout(timeout)
         return self.file.readline()
 
     def ask(self, line):
+        """Say and hear."""
         self.say(line)
         return self.hear()
 
     def close(self):
+        """End the connection."""
         self.file.close()
         self.sock.close()
 

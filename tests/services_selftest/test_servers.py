@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from tests.services import (
     MariaDB,
     PostgreSQL,
-    RabbitMQ,
     Redis,
     ServiceFailed,
     ServiceMissing,
@@ -235,4 +234,3 @@ def test_a_missing_server_skips_at_home_and_fails_where_it_is_required(
     )
     assert outcome in done.stdout
     assert done.returncode == status
-
