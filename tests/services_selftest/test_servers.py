@@ -115,6 +115,14 @@ def test_a_stopped_server_leaves_nothing_behind(cls):
     server.stop()
 
 
+@pytest.mark.postgresql
+def test_programs_in_a_private_folder_are_copied(monkeypatch):
+    """Environments in root's home are closed to the user that PostgreSQL must run as."""
+    monkeypatch.setattr("tests.services.postgresql.reachable", lambda path: False)
+    with PostgreSQL() as server:
+        assert server.answers()
+
+
 @pytest.mark.redis
 def test_two_servers_of_a_kind_run_side_by_side(redis_server):
     """Two test runs on one machine do not meet."""
