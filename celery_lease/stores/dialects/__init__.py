@@ -1,0 +1,21 @@
+"""All that differs between PostgreSQL, MySQL/MariaDB and SQLite: a file for each of them.
+
+Nothing outside this package asks which database it talks to.
+"""
+
+from celery_lease.stores.dialects.base import Database
+from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.dialects.engine import create_engine, database_of, masked
+from celery_lease.stores.dialects.failure import is_certainly_wrong, translated
+
+__all__ = [
+    "Database",
+    "create_engine",
+    "database_of",
+    "from_now",
+    "is_certainly_wrong",
+    "masked",
+    "seconds_until",
+    "translated",
+    "utcnow",
+]

@@ -1,0 +1,128 @@
+"""What every database has to do its own way, and the guard's statement where two share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+
+from celery_lease.errors import StoreError
+from celery_lease.stores.dialects.clock import utcnow
+from celery_lease.stores.schema import commit_table, fence_table, lease_table
+
+__all__ = ["BOTH", "COMMIT_COLUMNS", "Database", "commit_row", "is_current"]
+
+
+class Database:
+    """What one kind of database does its own way. The base is what they share."""
+
+    #: Whether an UPDATE and the INSERT that depends on it can be one statement.
+    one_statement_acquire = False
+
+    def engine_arguments(
+        self, driver: str, lock_wait: float, statement_wait: float
+    ) -> dict[str, Any]:
+        """Return arguments for ``create_engine`` that keep waits below the ttl.
+
+        Args:
+            driver: The driver's name, as SQLAlchemy spells it: they differ in words.
+            lock_wait: Seconds that a statement waits for a lock.
+            statement_wait: Seconds that a statement may take, where the database can tell.
+        """
+        return {}
+
+    def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
+        """Set up a new connection of our own."""
+
+    def begin(self, connection: sa.Connection) -> None:
+        """Begin a transaction of our own."""
+
+    def insert_ignore(self, table: sa.Table) -> Any:
+        """Return an INSERT that does nothing where the key is there already."""
+        raise NotImplementedError
+
+    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
+        """Return an INSERT that updates *columns* where the key is there already."""
+        raise NotImplementedError
+
+    @contextmanager
+    def schema_lock(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        """Yield a transaction in which no other process makes the tables."""
+        raise NotImplementedError
+
+    def read_only(self, connection: sa.Connection) -> str | None:
+        """Return why nobody should lead on this server; None if it takes writes."""
+        return None
+
+    def classify(self, orig: BaseException) -> type[StoreError] | None:
+        """Return the kind of a driver's error; None if it is none of ours."""
+        return None
+
+    # --- the guard ----------------------------------------------------------------------
+
+    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+        """Record an outcome if (lease, epoch, term) is current, locking the fence shared.
+
+        This is the guard: one statement, the last of its transaction. A takeover
+        waits until the transaction ends, the server ends it after *idle* seconds
+        of silence where it can.
+
+        Args:
+            connection: In the transaction that is about to commit.
+            idle: Seconds.
+            values: task_id, lease, epoch, term, execution, outcome.
+
+        Returns:
+            False for stale. A duplicate raises IntegrityError.
+        """
+        raise NotImplementedError
+
+    def check(
+        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
+    ) -> bool:
+        """Return whether (lease, epoch, term) is current, locking as :meth:`settle` does."""
+        raise NotImplementedError
+
+    def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
+        """Have the server end this transaction after so many seconds of silence."""
+
+    def autocommits(self, connection: sa.Connection) -> bool:
+        """Return whether each statement on this connection commits by itself.
+
+        Asked of the driver: the isolation level that a server reports does not tell.
+        """
+        dbapi = connection.connection.dbapi_connection
+        asked = getattr(dbapi, "get_autocommit", None)
+        return bool(asked() if asked is not None else getattr(dbapi, "autocommit", False))
+
+
+#: The columns of a commit row, in the order of :func:`commit_row`.
+COMMIT_COLUMNS = [each.name for each in commit_table.columns]
+
+#: The lease row is read, not locked: once an acquire has committed, no guard of an
+#: older epoch begins, so the takeover waits only for those in flight.
+BOTH = lease_table.join(fence_table, lease_table.c.name == fence_table.c.name)
+
+
+def commit_row(source: sa.FromClause, *tables: sa.Table) -> sa.Select[Any]:
+    """Select the values of a commit row from *source* where *tables* show this term."""
+    columns: list[sa.ColumnElement[Any]] = [
+        utcnow() if each.name == "at" else sa.bindparam(each.name, type_=each.type)
+        for each in commit_table.columns
+    ]
+    return sa.select(*columns).select_from(source).where(*is_current(*tables))
+
+
+def is_current(*tables: sa.Table) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions that each of *tables* shows this (lease, epoch, term)."""
+    return [
+        column == sa.bindparam(parameter, type_=column.type)
+        for table in tables
+        for column, parameter in (
+            (table.c.name, "lease"),
+            (table.c.epoch, "epoch"),
+            (table.c.term, "term"),
+        )
+    ]

@@ -1,0 +1,132 @@
+"""Engines for lease databases: waits that end, and errors that name the setting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from celery_lease.errors import ConfigurationError
+from celery_lease.stores.dialects.base import Database
+from celery_lease.stores.dialects.mysql import MySQL
+from celery_lease.stores.dialects.postgresql import PostgreSQL
+from celery_lease.stores.dialects.sqlite import SQLite
+
+__all__ = ["create_engine", "database_of", "masked"]
+
+_DATABASES: Mapping[str, Database] = {
+    "postgresql": PostgreSQL(),
+    "mysql": (mysql := MySQL()),
+    "mariadb": mysql,
+    "sqlite": SQLite(),
+}
+
+_EXAMPLES = "postgresql+psycopg://…, mysql+pymysql://… or sqlite:///…"
+
+
+def database_of(dialect: sa.Dialect) -> Database:
+    """Return what this database does its own way.
+
+    Raises:
+        ConfigurationError: celery-lease does not work with it.
+    """
+    try:
+        return _DATABASES[dialect.name]
+    except KeyError:
+        raise _wrong_url(
+            f": a lease cannot be kept in {dialect.name}; use PostgreSQL, MySQL/MariaDB or SQLite"
+        ) from None
+
+
+def masked(url: str | sa.URL) -> str:
+    """Return the URL without its password, wherever it stands."""
+    try:
+        text = sa.make_url(url).render_as_string(hide_password=True)
+    except (sa.exc.ArgumentError, ValueError):  # ValueError: a port that is no number
+        text = str(url)
+    text = re.sub(r"(?i)((?:password|passwd|sslpassword)=)[^&;\s]*", r"\1***", text)
+    return re.sub(r"(://[^:/@]*:).*@", r"\1***@", text)
+
+
+def create_engine(
+    url: str, options: Mapping[str, Any], *, lock_wait: float, statement_wait: float
+) -> sa.Engine:
+    """Return an engine for a lease database. Nothing is connected yet.
+
+    Args:
+        url: SQLAlchemy URL.
+        options: The user's options, which win over ours.
+        lock_wait: Seconds that a statement waits for a lock.
+        statement_wait: Seconds that a statement may take, where the database can tell.
+
+    Raises:
+        ConfigurationError: The URL, its driver or the options cannot be used.
+    """
+    parsed, database = _parse(url)
+    if "isolation_level" in options:
+        raise ConfigurationError(
+            "beat_lease_engine_options: isolation_level is not yours to choose, the store's "
+            "statements rely on their own; remove it",
+            setting="beat_lease_engine_options",
+        )
+    arguments = database.engine_arguments(parsed.get_dialect().driver, lock_wait, statement_wait)
+    connect_args = {**arguments.pop("connect_args", {}), **options.get("connect_args", {})}
+    arguments = {"pool_pre_ping": True, **arguments, **options, "connect_args": connect_args}
+    try:
+        engine = sa.create_engine(parsed, **arguments)
+    except ImportError as error:
+        extra = "mysql" if parsed.get_backend_name() in ("mysql", "mariadb") else "postgresql"
+        raise _wrong_url(
+            f" = {masked(url)!r}: its driver is not installed ({error}); "
+            f"pip install 'celery-lease[{extra}]'"
+        ) from None
+    except (TypeError, sa.exc.ArgumentError) as error:
+        raise ConfigurationError(
+            f"beat_lease_engine_options: {error}", setting="beat_lease_engine_options"
+        ) from None
+    if engine.dialect.is_async:
+        raise _wrong_url(
+            f" = {masked(url)!r} names an asynchronous driver; use psycopg, PyMySQL or sqlite3"
+        )
+    _listen(engine, database, lock_wait, statement_wait)
+    return engine
+
+
+def _parse(url: str) -> tuple[sa.URL, Database]:
+    shown = masked(url)
+    try:
+        parsed = sa.make_url(url)
+        dialect = parsed.get_dialect()()
+    except sa.exc.NoSuchModuleError:
+        raise _wrong_url(
+            f" = {shown!r}: SQLAlchemy knows no such database or driver; write {_EXAMPLES}"
+        ) from None
+    except (sa.exc.ArgumentError, ValueError):
+        raise _wrong_url(f" = {shown!r} is not an SQLAlchemy URL; write {_EXAMPLES}") from None
+    if dialect.name == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise _wrong_url(
+            f" = {shown!r} is a database in memory, which no other process can see; name a file"
+        )
+    return parsed, database_of(dialect)
+
+
+def _listen(
+    engine: sa.Engine, database: Database, lock_wait: float, statement_wait: float
+) -> None:
+    @sa.event.listens_for(engine, "connect")
+    def connected(dbapi: Any, record: Any) -> None:
+        try:
+            database.connected(dbapi, lock_wait, statement_wait)
+        except BaseException:
+            dbapi.close()
+            raise
+
+    @sa.event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        database.begin(connection)
+
+
+def _wrong_url(rest: str) -> ConfigurationError:
+    return ConfigurationError(f"beat_lease_url{rest}", setting="beat_lease_url")

@@ -1,0 +1,71 @@
+"""What a driver's errors mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+
+from celery_lease.errors import SchemaMismatch, StoreError, StoreUnavailable
+from celery_lease.stores.dialects.engine import database_of, masked
+from celery_lease.stores.schema import SCHEMA_VERSION
+
+__all__ = ["is_certainly_wrong", "translated"]
+
+
+@contextmanager
+def translated(engine: sa.Engine) -> Iterator[None]:
+    """Turn a driver's errors into kinds of StoreError.
+
+    What is about the caller's own rows passes: IntegrityError, DataError.
+    """
+    try:
+        yield
+    except sa.exc.TimeoutError as error:
+        raise StoreUnavailable(f"no free connection: {error}") from error
+    except (sa.exc.IntegrityError, sa.exc.DataError):
+        raise
+    except sa.exc.DBAPIError as error:
+        broken = error.connection_invalidated or isinstance(
+            error, (sa.exc.OperationalError, sa.exc.InterfaceError)
+        )
+        raise _failure(engine, error.orig or error, broken=broken) from error
+    except engine.dialect.loaded_dbapi.Error as error:
+        # Setting up a new connection failed: SQLAlchemy does not wrap that.
+        raise _failure(engine, error, broken=True) from error
+
+
+def _failure(engine: sa.Engine, error: BaseException, *, broken: bool) -> StoreError:
+    kind = database_of(engine.dialect).classify(error)
+    text = _first_line(error)
+    if kind is SchemaMismatch:
+        return SchemaMismatch(
+            f"the tables are missing or of another version ({text}); run 'celery lease init'",
+            found=None,
+            expected=SCHEMA_VERSION,
+        )
+    return (kind or (StoreUnavailable if broken else StoreError))(text)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return masked(lines[0]) if lines else type(error).__name__
+
+
+_CERTAIN = re.compile(
+    r"password authentication failed|no password supplied|role \"[^\"]*\" does not exist"
+    r"|database \"[^\"]*\" does not exist|no pg_hba\.conf entry"
+    r"|Access denied for user|Unknown database",
+    re.IGNORECASE,
+)
+
+
+def is_certainly_wrong(error: BaseException) -> bool:
+    """Return whether waiting cannot help: the name, the role or the password is wrong.
+
+    psycopg gives no SQLSTATE for a refused connection, a bad role and a bad database
+    alike, so this goes by the message; in doubt the database is merely down.
+    """
+    return _CERTAIN.search(str(error)) is not None

@@ -1,0 +1,176 @@
+"""MySQL and MariaDB.
+
+``NOW()`` drops fractions of a second, so the clock is ``UTC_TIMESTAMP(6)``: the start
+of the statement, which after a wait for a lock is early, so never too favourable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+from sqlalchemy.ext.compiler import compiles
+
+from celery_lease.errors import (
+    NotWritable,
+    SchemaMismatch,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+)
+from celery_lease.stores.dialects.base import COMMIT_COLUMNS, Database, commit_row, is_current
+from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.schema import commit_table, fence_table
+
+__all__ = ["MySQL"]
+
+_NAMES = ("mysql", "mariadb")
+
+_KINDS: dict[type[StoreError], set[int]] = {
+    # Lock wait timeout, deadlock, snapshot overtaken, NOWAIT, too many active transactions.
+    StoreContention: {1205, 1213, 1020, 3572, 1637},
+    # --read-only, a read-only transaction, engine or database, privileges.
+    NotWritable: {1290, 1792, 1836, 1142, 1143, 1227},
+    # No such table, no such column.
+    SchemaMismatch: {1146, 1054},
+    # Who may come in, and how many; the server ends; packets; killed; the client's own.
+    StoreUnavailable: {
+        *(1040, 1044, 1045, 1049, 1129, 1130, 1152, 1203, 1226),
+        *(1053, 1158, 1159, 1160, 1161, 1317, 1927, 1969, 3024, 4031),
+        *(2002, 2003, 2005, 2006, 2013, 2014, 2055),
+    },
+}
+
+
+class MySQL(Database):
+    """MariaDB 10.6 and later; MySQL 8.0 and later by the book, not by test."""
+
+    # The fence row alone: LOCK IN SHARE MODE would lock the lease row as well, and
+    # locks queue fairly here, so a takeover does not starve.
+    _SETTLE = sa.insert(commit_table).from_select(
+        COMMIT_COLUMNS, commit_row(fence_table, fence_table).with_for_update(read=True)
+    )
+    _CHECK = (
+        sa.select(sa.literal(1))
+        .select_from(fence_table)
+        .where(*is_current(fence_table))
+        .with_for_update(read=True)
+    )
+
+    def engine_arguments(
+        self, driver: str, lock_wait: float, statement_wait: float
+    ) -> dict[str, Any]:
+        """Give every wait for the socket an end."""
+        # READ COMMITTED: no gap locks, and 1020 cannot come up.
+        arguments: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
+        if driver in ("pymysql", "mysqldb"):
+            seconds = max(2, int(statement_wait))
+            arguments["connect_args"] = {
+                "connect_timeout": seconds,
+                "read_timeout": seconds + 1,
+                "write_timeout": seconds + 1,
+            }
+        return arguments
+
+    def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
+        """Cap the waits: the default lock wait is 50 seconds, longer than any ttl."""
+        _execute(dbapi, f"SET SESSION innodb_lock_wait_timeout = {max(1, int(lock_wait))}")
+        _idle_transaction_timeout(dbapi, 2 * statement_wait)
+
+    def insert_ignore(self, table: sa.Table) -> Any:
+        """Use INSERT IGNORE. It swallows truncation too: use it for rows of our own making."""
+        return mysql.insert(table).prefix_with("IGNORE")
+
+    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
+        """Use ON DUPLICATE KEY UPDATE."""
+        statement = mysql.insert(table)
+        return statement.on_duplicate_key_update(
+            {each: statement.inserted[each] for each in columns}
+        )
+
+    @contextmanager
+    def schema_lock(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        """Hold a named lock: DDL commits by itself here."""
+        name = sa.func.concat("celery_lease.", sa.func.database())
+        with engine.connect() as connection:
+            # Shorter than the driver's patience with a silent socket; whoever waits asks again.
+            for _attempt in range(60):
+                if connection.execute(sa.select(sa.func.get_lock(name, 1))).scalar() == 1:
+                    break
+            else:
+                raise StoreUnavailable("another process has been making the tables for a minute")
+            try:
+                yield connection
+                connection.commit()
+            finally:
+                connection.execute(sa.select(sa.func.release_lock(name)))
+
+    def read_only(self, connection: sa.Connection) -> str | None:
+        """Refuse a read-only server, even where a privileged role could write there."""
+        value = connection.execute(sa.text("SELECT @@global.read_only")).scalar()
+        return "the server is read-only (@@read_only)" if str(value) not in ("0", "OFF") else None
+
+    def classify(self, orig: BaseException) -> type[StoreError] | None:
+        """Go by the error number."""
+        number = orig.args[0] if orig.args else None
+        return next((kind for kind, numbers in _KINDS.items() if number in numbers), None)
+
+    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+        """Set the idle limit of this connection once, then insert the commit row."""
+        self.limit_idle(connection, idle)
+        return bool(connection.execute(self._SETTLE, values).rowcount == 1)
+
+    def check(
+        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
+    ) -> bool:
+        """Lock the fence row shared."""
+        self.limit_idle(connection, idle)
+        values = {"lease": lease, "epoch": epoch, "term": term}
+        return connection.execute(self._CHECK, values).first() is not None
+
+    def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
+        """Set MariaDB's ``idle_transaction_timeout``, which spares idle pooled connections.
+
+        It stays with the connection. MySQL has no such variable, and ``wait_timeout``
+        would end pooled connections.
+        """
+        if connection.info.get("celery_lease_idle") != seconds:
+            _idle_transaction_timeout(connection.connection.dbapi_connection, seconds)
+            connection.info["celery_lease_idle"] = seconds
+
+
+def _execute(dbapi: Any, statement: str) -> None:
+    cursor = dbapi.cursor()
+    try:
+        cursor.execute(statement)
+    finally:
+        cursor.close()
+
+
+def _idle_transaction_timeout(dbapi: Any, seconds: float) -> None:
+    limit = max(1, round(seconds))
+    try:
+        # A comment that MariaDB alone executes; MySQL has no such variable.
+        _execute(dbapi, f"/*M!100300 SET SESSION idle_transaction_timeout = {limit} */")
+    except Exception as error:  # MySQL answers an empty query with 1065
+        if not (error.args and error.args[0] == 1065):
+            raise
+
+
+@compiles(utcnow, *_NAMES)
+def _utcnow(element: utcnow, compiler: Any, **kw: Any) -> str:
+    return "utc_timestamp(6)"
+
+
+@compiles(from_now, *_NAMES)
+def _from_now(element: from_now, compiler: Any, **kw: Any) -> str:
+    return f"(utc_timestamp(6) + INTERVAL {compiler.process(element.clauses, **kw)} SECOND)"
+
+
+@compiles(seconds_until, *_NAMES)
+def _seconds_until(element: seconds_until, compiler: Any, **kw: Any) -> str:
+    column = compiler.process(element.clauses, **kw)
+    return f"(TIMESTAMPDIFF(MICROSECOND, utc_timestamp(6), {column}) / 1e6)"

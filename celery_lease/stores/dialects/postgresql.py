@@ -1,0 +1,184 @@
+"""PostgreSQL.
+
+``now()`` is the start of the transaction here, so the clock is ``clock_timestamp()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.compiler import compiles
+
+from celery_lease.errors import (
+    NotWritable,
+    SchemaMismatch,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+)
+from celery_lease.stores.dialects.base import (
+    BOTH,
+    COMMIT_COLUMNS,
+    Database,
+    commit_row,
+    is_current,
+)
+from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.schema import commit_table, fence_table, lease_table
+
+__all__ = ["PostgreSQL"]
+
+#: Any number that nobody else is likely to take an advisory lock on.
+_SCHEMA_LOCK = 7163915846170451
+
+_IDLE = "idle_in_transaction_session_timeout"
+
+
+def _with_idle_limit(guard: Any) -> sa.Select[Any]:
+    """Run *guard*, count its rows and set the idle limit, all in one statement."""
+    limit = sa.func.set_config(_IDLE, sa.bindparam("idle"), True)
+    return sa.select(sa.func.count(), limit).select_from(guard.cte("guard"))
+
+
+class PostgreSQL(Database):
+    """PostgreSQL 12 and later."""
+
+    one_statement_acquire = True
+
+    _SETTLE = _with_idle_limit(
+        sa.insert(commit_table)
+        .from_select(
+            COMMIT_COLUMNS,
+            commit_row(BOTH, lease_table, fence_table).with_for_update(read=True, of=fence_table),
+        )
+        .returning(commit_table.c.task_id)
+    )
+    _CHECK = _with_idle_limit(
+        sa.select(sa.literal(1).label("one"))
+        .select_from(BOTH)
+        .where(*is_current(lease_table, fence_table))
+        .with_for_update(read=True, of=fence_table)
+    )
+
+    def engine_arguments(
+        self, driver: str, lock_wait: float, statement_wait: float
+    ) -> dict[str, Any]:
+        """Keep a silent network from holding a connection for longer than a statement may."""
+        arguments: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
+        if driver in ("psycopg", "psycopg2"):
+            seconds = max(2, int(statement_wait))
+            arguments["connect_args"] = {
+                "connect_timeout": seconds,
+                "keepalives_idle": seconds,
+                "keepalives_interval": 2,
+                "keepalives_count": 3,
+                "tcp_user_timeout": int(statement_wait * 1000),
+            }
+        return arguments
+
+    def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
+        """Cap the waits; make sure that an acknowledged epoch is on disk."""
+        settings = {
+            "lock_timeout": _ms(lock_wait),
+            "statement_timeout": _ms(statement_wait),
+            _IDLE: _ms(2 * statement_wait),
+            "synchronous_commit": "on",
+        }
+        calls = (f"set_config('{key}', '{value}', false)" for key, value in settings.items())
+        cursor = dbapi.cursor()
+        try:
+            cursor.execute(f"SELECT {', '.join(calls)}")
+        finally:
+            cursor.close()
+        dbapi.commit()
+
+    def insert_ignore(self, table: sa.Table) -> Any:
+        """Use ON CONFLICT DO NOTHING."""
+        return postgresql.insert(table).on_conflict_do_nothing()
+
+    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
+        """Use ON CONFLICT DO UPDATE."""
+        statement = postgresql.insert(table)
+        return statement.on_conflict_do_update(
+            index_elements=list(table.primary_key),
+            set_={each: statement.excluded[each] for each in columns},
+        )
+
+    @contextmanager
+    def schema_lock(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        """Hold an advisory lock for as long as the transaction lasts."""
+        with engine.begin() as connection:
+            # The lock waits longer than a lease statement may: 32 processes may queue.
+            connection.execute(sa.text("SET LOCAL lock_timeout = '60s'"))
+            connection.execute(sa.text("SET LOCAL statement_timeout = '60s'"))
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+            yield connection
+
+    def read_only(self, connection: sa.Connection) -> str | None:
+        """Refuse a standby server and a read-only one."""
+        row = connection.execute(
+            sa.text("SELECT pg_is_in_recovery(), current_setting('transaction_read_only')")
+        ).one()
+        if row[0]:
+            return "the server is a standby (pg_is_in_recovery)"
+        return "the session is read-only (transaction_read_only)" if row[1] == "on" else None
+
+    def classify(self, orig: BaseException) -> type[StoreError] | None:
+        """Go by SQLSTATE; a connection that broke has none."""
+        state = getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)
+        if state is None:
+            return None
+        if state in ("40001", "40P01", "55P03"):
+            return StoreContention
+        if state in ("25006", "42501"):
+            return NotWritable
+        if state in ("42P01", "42703", "3F000"):
+            return SchemaMismatch
+        if state[:2] in ("08", "53", "57", "28", "3D") or state == "25P03":
+            return StoreUnavailable
+        return None
+
+    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+        """Insert the commit row, with the idle limit set in the same statement."""
+        return _one(connection, self._SETTLE, {**values, "idle": _ms(idle)})
+
+    def check(
+        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
+    ) -> bool:
+        """Lock the fence row shared; the lease row is read only."""
+        values = {"lease": lease, "epoch": epoch, "term": term, "idle": _ms(idle)}
+        return _one(connection, self._CHECK, values)
+
+    def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
+        """Set ``idle_in_transaction_session_timeout`` for this transaction."""
+        connection.execute(sa.select(sa.func.set_config(_IDLE, _ms(seconds), True)))
+
+
+def _one(connection: sa.Connection, guard: sa.Select[Any], values: dict[str, Any]) -> bool:
+    return bool(connection.execute(guard, values).one()[0] == 1)
+
+
+def _ms(seconds: float) -> str:
+    # 0 would mean no limit at all.
+    return f"{max(1, int(seconds * 1000))}ms"
+
+
+@compiles(utcnow, "postgresql")
+def _utcnow(element: utcnow, compiler: Any, **kw: Any) -> str:
+    return "clock_timestamp()"
+
+
+@compiles(from_now, "postgresql")
+def _from_now(element: from_now, compiler: Any, **kw: Any) -> str:
+    seconds = compiler.process(element.clauses, **kw)
+    return f"(clock_timestamp() + make_interval(secs => {seconds}))"
+
+
+@compiles(seconds_until, "postgresql")
+def _seconds_until(element: seconds_until, compiler: Any, **kw: Any) -> str:
+    column = compiler.process(element.clauses, **kw)
+    return f"CAST(EXTRACT(EPOCH FROM ({column} - clock_timestamp())) AS DOUBLE PRECISION)"

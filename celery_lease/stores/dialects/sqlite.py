@@ -1,0 +1,179 @@
+"""SQLite: one writer a file, so its write lock is the guard.
+
+The clock is the host's, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.ext.compiler import compiles
+
+from celery_lease.errors import (
+    NotWritable,
+    SchemaMismatch,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+)
+from celery_lease.stores.dialects.base import (
+    BOTH,
+    COMMIT_COLUMNS,
+    Database,
+    commit_row,
+    is_current,
+)
+from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.schema import commit_table, fence_table, lease_table
+
+__all__ = ["SQLite"]
+
+_FORMAT = "'%Y-%m-%d %H:%M:%f000', 'now'"
+
+#: How long to wait for others who make the tables too, in seconds.
+_PATIENCE = 60.0
+
+
+class SQLite(Database):
+    """SQLite 3.35 and later."""
+
+    _SETTLE = sa.insert(commit_table).from_select(
+        COMMIT_COLUMNS, commit_row(BOTH, lease_table, fence_table)
+    )
+    # The statement must take the write lock, which a SELECT does not.
+    _CHECK = (
+        sa.update(fence_table)
+        .values(lockable=fence_table.c.lockable)
+        .where(*is_current(fence_table), sa.exists().where(*is_current(lease_table)))
+    )
+
+    def engine_arguments(
+        self, driver: str, lock_wait: float, statement_wait: float
+    ) -> dict[str, Any]:
+        """Wait for the file's one writer."""
+        return {"connect_args": {"timeout": lock_wait}}
+
+    def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
+        """Take BEGIN out of the driver's hands: it would not begin at a SELECT."""
+        dbapi.isolation_level = None
+
+    def begin(self, connection: sa.Connection) -> None:
+        """Take the write lock at once; single statements run without a transaction."""
+        if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    def insert_ignore(self, table: sa.Table) -> Any:
+        """Use ON CONFLICT DO NOTHING."""
+        return sqlite.insert(table).on_conflict_do_nothing()
+
+    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
+        """Use ON CONFLICT DO UPDATE."""
+        statement = sqlite.insert(table)
+        return statement.on_conflict_do_update(
+            index_elements=list(table.primary_key),
+            set_={each: statement.excluded[each] for each in columns},
+        )
+
+    @contextmanager
+    def schema_lock(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        """Switch the file to WAL, so that readers do not block its writer, then lock it."""
+        with engine.connect() as connection:
+            connection.execution_options(isolation_level="AUTOCOMMIT")
+            before = connection.exec_driver_sql("PRAGMA busy_timeout").scalar()
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(_PATIENCE * 1000)}")
+            try:
+                _to_wal(connection)
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                try:
+                    yield connection
+                except BaseException:
+                    connection.exec_driver_sql("ROLLBACK")
+                    raise
+                connection.exec_driver_sql("COMMIT")
+            finally:
+                connection.exec_driver_sql(f"PRAGMA busy_timeout = {before}")
+
+    def read_only(self, connection: sa.Connection) -> str | None:
+        """Ask whether this file may be written: the file system has a say in it."""
+        if connection.exec_driver_sql("PRAGMA query_only").scalar():
+            return "the connection is read-only (PRAGMA query_only)"
+        dbapi: Any = connection.connection.dbapi_connection
+        if dbapi.in_transaction:
+            return None  # Ours begin with the write lock.
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        except sa.exc.OperationalError as error:
+            if self.classify(error.orig or error) is not NotWritable:
+                raise
+            return "the file is read-only"
+        connection.exec_driver_sql("ROLLBACK")
+        return None
+
+    def classify(self, orig: BaseException) -> type[StoreError] | None:
+        """Go by the message: Python 3.10 gives no code."""
+        text = str(orig).lower()
+        if "locked" in text or "busy" in text:
+            return StoreContention
+        if "readonly" in text or "read-only" in text:
+            return NotWritable
+        if "no such table" in text or "no such column" in text or "has no column" in text:
+            return SchemaMismatch
+        if "unable to open" in text or "disk i/o" in text or "is full" in text:
+            return StoreUnavailable
+        return None
+
+    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+        """Insert the commit row, which takes the write lock."""
+        return bool(connection.execute(self._SETTLE, values).rowcount == 1)
+
+    def check(
+        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
+    ) -> bool:
+        """Take the write lock and look."""
+        values = {"lease": lease, "epoch": epoch, "term": term}
+        return bool(connection.execute(self._CHECK, values).rowcount == 1)
+
+    def autocommits(self, connection: sa.Connection) -> bool:
+        """Look for an open transaction: isolation_level None may mean explicit BEGINs."""
+        dbapi: Any = connection.connection.dbapi_connection
+        if dbapi.in_transaction:
+            return False
+        return dbapi.isolation_level is None or getattr(dbapi, "autocommit", None) is True
+
+
+def _to_wal(connection: sa.Connection) -> None:
+    """Switch to WAL, which needs the file to itself for a moment and ignores the busy timeout."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            mode = connection.exec_driver_sql("PRAGMA journal_mode = WAL").scalar()
+        except sa.exc.OperationalError as error:
+            if "locked" not in str(error.orig) or time.monotonic() > end:
+                raise
+        else:
+            # What cannot have it (some network file systems) says so, and works without.
+            if mode == "wal" or time.monotonic() > end:
+                return
+        time.sleep(0.02)
+
+
+@compiles(utcnow, "sqlite")
+def _utcnow(element: utcnow, compiler: Any, **kw: Any) -> str:
+    return f"strftime({_FORMAT})"
+
+
+@compiles(from_now, "sqlite")
+def _from_now(element: from_now, compiler: Any, **kw: Any) -> str:
+    seconds = compiler.process(element.clauses, **kw)
+    return f"strftime({_FORMAT}, printf('%+.3f seconds', {seconds}))"
+
+
+@compiles(seconds_until, "sqlite")
+def _seconds_until(element: seconds_until, compiler: Any, **kw: Any) -> str:
+    column = compiler.process(element.clauses, **kw)
+    return f"((julianday({column}) - julianday('now')) * 86400.0)"
