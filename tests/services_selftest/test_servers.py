@@ -120,7 +120,11 @@ def test_programs_in_a_private_folder_are_copied(monkeypatch):
     """Environments in root's home are closed to the user that PostgreSQL must run as."""
     monkeypatch.setattr("tests.services.postgresql.reachable", lambda path: False)
     with PostgreSQL() as server:
+        server.kill()
+        server.start()
         assert server.answers()
+    with server:
+        assert server.answers(), "and again from the beginning"
 
 
 @pytest.mark.redis
