@@ -115,10 +115,15 @@ def commit_row(source: sa.FromClause, *tables: sa.Table) -> sa.Select[Any]:
     return sa.select(*columns).select_from(source).where(*is_current(*tables))
 
 
-def is_current(*tables: sa.Table) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions that each of *tables* shows this (lease, epoch, term)."""
+def is_current(*tables: sa.Table, prefix: str = "") -> list[sa.ColumnElement[bool]]:
+    """Return the conditions that each of *tables* shows this (lease, epoch, term).
+
+    Args:
+        tables: Tables with a name, an epoch and a term.
+        prefix: Put before the parameters' names: in an UPDATE they must not be columns'.
+    """
     return [
-        column == sa.bindparam(parameter, type_=column.type)
+        column == sa.bindparam(prefix + parameter, type_=column.type)
         for table in tables
         for column, parameter in (
             (table.c.name, "lease"),

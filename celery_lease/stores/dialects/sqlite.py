@@ -49,7 +49,10 @@ class SQLite(Database):
     _CHECK = (
         sa.update(fence_table)
         .values(lockable=fence_table.c.lockable)
-        .where(*is_current(fence_table), sa.exists().where(*is_current(lease_table)))
+        .where(
+            *is_current(fence_table, prefix="of_"),
+            sa.exists().where(*is_current(lease_table, prefix="of_")),
+        )
     )
 
     def engine_arguments(
@@ -135,7 +138,7 @@ class SQLite(Database):
         self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
     ) -> bool:
         """Take the write lock and look."""
-        values = {"lease": lease, "epoch": epoch, "term": term}
+        values = {"of_lease": lease, "of_epoch": epoch, "of_term": term}
         return bool(connection.execute(self._CHECK, values).rowcount == 1)
 
     def autocommits(self, connection: sa.Connection) -> bool:
