@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from celery_lease.election import LeaderElection, Leadership
     from celery_lease.errors import (
         AlreadySettled,
         CeleryLeaseError,
@@ -45,6 +46,9 @@ __all__ = [
     # The tasks' side
     "FencedTask",
     "install",
+    # Anything else that one process at a time may do
+    "LeaderElection",
+    "Leadership",
     # Logs
     "LeaseFilter",
     # Values
@@ -77,6 +81,8 @@ _HOME = {
     "LeasedScheduler": "scheduler",
     "leased": "scheduler",
     "FencedTask": "task",
+    "LeaderElection": "election",
+    "Leadership": "election",
     "install": "signals",
     "LeaseFilter": "logs",
     "Lease": "lease",

@@ -1,0 +1,228 @@
+"""The same lease and guard for anything that must be done by one process at a time.
+
+::
+
+    election = LeaderElection(url, "janitor")
+    with election.lead() as leadership:
+        while leadership.trusted:
+            with leadership.transaction(Session) as session:
+                ...  # commits only while this is still the current epoch
+
+The lease says who may act; only the guarded transaction makes acting safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from celery_lease.elector import Action, Elector, Transition
+from celery_lease.errors import StoreContention, StoreUnavailable
+from celery_lease.guards.sqlalchemy import Guard, guarded
+from celery_lease.lease import Holder, Term
+from celery_lease.settings import Settings
+from celery_lease.stores.fences import FenceStore, Ticket
+from celery_lease.stores.leases import SQLLeaseStore
+
+__all__ = ["LeaderElection", "Leadership"]
+
+logger = logging.getLogger(__name__)
+
+_OVER = {Action.LOST, Action.RELEASED, Action.CONFLICT}
+
+
+class Leadership:
+    """One term of leading: from a grant until it is lost or given up.
+
+    Args:
+        term: The term.
+        elector: Who knows whether it may still be trusted.
+        fences: The lease database, for the guard.
+    """
+
+    def __init__(self, term: Term, elector: Elector, fences: FenceStore) -> None:
+        #: The term that was granted.
+        self.term = term
+        self._elector = elector
+        self._fences = fences
+
+    @property
+    def epoch(self) -> int:
+        """The epoch: put it into what you write where no guard can be."""
+        return self.term.epoch
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the lease may be trusted at this moment, by the local clock."""
+        return self._elector.term == self.term
+
+    def check(self) -> None:
+        """Call it before each thing that cannot be guarded, and in long loops.
+
+        It also counts as progress, for ``stall_timeout``.
+
+        Raises:
+            LeaseLost: The lease may not be trusted any more.
+        """
+        self._elector.check()
+        self._elector.progress(0.0)
+
+    @contextmanager
+    def transaction(self, target: Any, *, idle: float | None = None) -> Iterator[Any]:
+        """Write in one transaction that only commits while this epoch is the current one.
+
+        Args:
+            target: A Session, sessionmaker, scoped_session, Engine or Connection of
+                SQLAlchemy, in the database that holds the lease tables.
+            idle: Seconds of silence after which the server ends the transaction,
+                where the server can.
+
+        Yields:
+            The session or connection to work with.
+
+        Raises:
+            StaleEpoch: Another epoch took over. Nothing was written.
+            MissingFence: The target is not in the lease database.
+            UnsafeTransaction: The guard cannot be the last word here.
+        """
+        name = f"leader:{self.term.uuid}"
+        ticket = Ticket(
+            lease=self.term.name,
+            epoch=self.term.epoch,
+            term=self.term.uuid,
+            task_id=name,
+            run=name,
+            execution=self.term.uuid,
+        )
+        guard = Guard(ticket, self._fences, final=False, idle=idle)
+        with guarded(target, guard) as work:
+            yield work
+
+
+class LeaderElection:
+    """Campaigns for a lease of any name, for controllers that are not beat.
+
+    Args:
+        url: SQLAlchemy URL of the lease database.
+        name: Name of the lease; not the one of your beat.
+        ttl: Seconds that a grant or renewal is good for.
+        renew_interval: Seconds between renewals; a third of *ttl* if not given.
+        margin: Seconds before the expiry from which on the lease is not trusted; a
+            tenth of *ttl* if not given.
+        retry_interval: Seconds between tries; a sixth of *ttl* if not given.
+        stall_timeout: Seconds without :meth:`Leadership.check` after which renewing
+            stops, so that a hung body does not keep the lease; None for never.
+        on_started_leading: Called with the leadership when this process leads.
+        on_stopped_leading: Called when it does not any more, perhaps on another thread.
+        engine_options: Options for ``sqlalchemy.create_engine``.
+        create: Whether missing tables are made.
+
+    Raises:
+        ConfigurationError: The URL or the durations cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        ttl: float = 30.0,
+        renew_interval: float | None = None,
+        margin: float | None = None,
+        retry_interval: float | None = None,
+        stall_timeout: float | None = None,
+        on_started_leading: Callable[[Leadership], None] | None = None,
+        on_stopped_leading: Callable[[], None] | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+        create: bool = True,
+    ) -> None:
+        self.settings = Settings(
+            url=url,
+            name=name,
+            ttl=ttl,
+            renew_interval=ttl / 3 if renew_interval is None else renew_interval,
+            margin=ttl / 10 if margin is None else margin,
+            retry_interval=ttl / 6 if retry_interval is None else retry_interval,
+            stall_timeout=float("inf") if stall_timeout is None else stall_timeout,
+            engine_options=engine_options or {},
+            auto_init=create,
+        )
+        self._on_started = on_started_leading
+        self._on_stopped = on_stopped_leading
+        self._options = engine_options
+
+    @contextmanager
+    def lead(self, timeout: float | None = None) -> Iterator[Leadership]:
+        """Wait until this process leads; release the lease at the end.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: Somebody else led all the time.
+            SchemaMismatch: The tables are missing, or of another version.
+            NotWritable: The database is a replica or read-only.
+        """
+        settings = self.settings
+        store = SQLLeaseStore(settings.url, self._options)
+        fences = FenceStore(settings.url, self._options, idle=settings.guard_idle)
+        stopped = _Once(self._on_stopped)
+        elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
+        try:
+            term = self._campaign(store, elector, timeout)
+            elector.progress(0.0)
+            leadership = Leadership(term, elector, fences)
+            stopped.armed = True
+            if self._on_started is not None:
+                self._on_started(leadership)
+            yield leadership
+        finally:
+            elector.close()
+            fences.dispose()
+            store.dispose()
+
+    def _campaign(self, store: SQLLeaseStore, elector: Elector, timeout: float | None) -> Term:
+        end = None if timeout is None else time.monotonic() + timeout
+        prepared = False
+        while True:
+            try:
+                if not prepared:
+                    store.prepare(create=self.settings.auto_init)
+                    store.ensure(self.settings.name)
+                    prepared = True
+                if elector.campaign():
+                    return elector.check()
+            except (StoreUnavailable, StoreContention) as error:
+                logger.warning("the lease database does not answer: %s", error)
+            wait = elector.next_try()
+            if end is not None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"the lease {self.settings.name!r} was not to be had")
+                wait = min(wait, left)
+            elector.wait(wait)
+
+
+class _Once:
+    """Calls back when a term that was started is over, once."""
+
+    def __init__(self, callback: Callable[[], None] | None) -> None:
+        self.armed = False
+        self._callback = callback
+
+    def observe(self, transition: Transition) -> None:
+        logger.info(
+            "lease %r: %s %s under epoch %s%s",
+            transition.name,
+            transition.holder,
+            transition.action.value,
+            transition.epoch,
+            f": {transition.reason}" if transition.reason else "",
+        )
+        if transition.action in _OVER and self.armed:
+            self.armed = False
+            if self._callback is not None:
+                self._callback()

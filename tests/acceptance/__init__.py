@@ -1,0 +1,1 @@
+"""Cases on real processes."""
