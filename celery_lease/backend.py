@@ -1,0 +1,242 @@
+"""The result backend of a fenced task: what a stale attempt reports is not stored.
+
+It is all that sees what the worker's *parent* process reports (a hard time limit, a
+lost worker, a revoke, an expiry), so it settles those. There it must never raise:
+where it cannot know, it stores nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from celery import Celery, states
+from celery.backends.rpc import RPCBackend
+
+from celery_lease.errors import (
+    AlreadySettled,
+    CeleryLeaseError,
+    MissingEpoch,
+    MissingFence,
+    StaleEpoch,
+    StoreError,
+)
+from celery_lease.settings import Settings
+from celery_lease.signals import refuse
+from celery_lease.stamp import Stamp, current_stamp, lend
+from celery_lease.stores.fences import FenceStore, Ticket, refusal
+
+__all__ = ["GuardedBackend", "fence_store", "mark_refused", "ticket_of", "vouch"]
+
+logger = logging.getLogger("celery_lease.task")
+
+_stores: WeakKeyDictionary[Celery, FenceStore] = WeakKeyDictionary()
+#: Requests whose outcome is on record by this process: their result may be stored.
+_vouched: WeakSet[Any] = WeakSet()
+
+
+def fence_store(app: Celery) -> FenceStore:
+    """Return the app's way to its lease database. Nothing is connected yet.
+
+    Raises:
+        ConfigurationError: A setting is wrong.
+    """
+    store = _stores.get(app)
+    if store is None:
+        settings = Settings.from_conf(app.conf)
+        store = _stores[app] = FenceStore(
+            settings.url, settings.engine_options, idle=settings.guard_idle
+        )
+    return store
+
+
+def ticket_of(stamp: Stamp, task_id: str) -> Ticket:
+    """Return what a new execution of a task shows at the fence."""
+    return Ticket(
+        lease=stamp.name,
+        epoch=stamp.epoch,
+        term=stamp.term,
+        task_id=task_id,
+        run=stamp.run,
+        execution=str(uuid.uuid4()),
+    )
+
+
+def vouch(request: Any) -> None:
+    """Let the result of this request pass: its outcome is on record."""
+    _vouched.add(request)
+
+
+class GuardedBackend:
+    """A result backend that asks the fence first. Everything else is the real one's.
+
+    Args:
+        real: The result backend.
+        task: The fenced task.
+    """
+
+    __slots__ = ("_real", "_task")
+
+    def __init__(self, real: Any, task: Any) -> None:
+        self._real = real
+        self._task = task
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # isinstance() is about the real one.
+        return type(self._real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __reduce__(self) -> Any:
+        return self._real.__reduce__()
+
+    def store_result(
+        self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Store STARTED, RETRY or a custom state, if the request is current."""
+        if self._may_report(task_id, kwargs.get("request")):
+            return self._real.store_result(task_id, result, state, *args, **kwargs)
+        return result
+
+    def mark_as_retry(self, task_id: str, exc: Any, *args: Any, **kwargs: Any) -> Any:
+        """Store RETRY, if the request is current."""
+        if self._may_report(task_id, kwargs.get("request")):
+            return self._real.mark_as_retry(task_id, exc, *args, **kwargs)
+        return None
+
+    def mark_as_failure(
+        self,
+        task_id: str,
+        exc: Any,
+        traceback: Any = None,
+        request: Any = None,
+        store_result: bool = True,
+        call_errbacks: bool = True,
+        state: str = states.FAILURE,
+    ) -> Any:
+        """Settle as failed, then store FAILURE, fail the chain and call the errbacks."""
+        return self._end(
+            request,
+            "failed",
+            lambda errbacks: self._real.mark_as_failure(
+                task_id,
+                exc,
+                traceback=traceback,
+                request=request,
+                store_result=store_result,
+                call_errbacks=call_errbacks and errbacks,
+                state=state,
+            ),
+        )
+
+    def mark_as_revoked(
+        self, task_id: str, reason: str = "", request: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Settle as expired or revoked, then store REVOKED."""
+        return self._end(
+            request,
+            "expired" if reason == "expired" else "revoked",
+            lambda _: self._real.mark_as_revoked(task_id, reason, request, *args, **kwargs),
+        )
+
+    def _may_report(self, task_id: str, request: Any) -> bool:
+        stamp = None if request is None or request.id != task_id else _stamp_of(request)
+        if stamp is None or request in _vouched:
+            return True
+        ticket = ticket_of(stamp, task_id)
+        try:
+            return refusal(ticket, fence_store(self._task.app).look(ticket)) is None
+        except CeleryLeaseError as error:
+            logger.warning(
+                "A state of %s[%s] was not stored: %s",
+                self._task.name,
+                task_id,
+                error,
+                extra={"action": "state-withheld", "task_id": task_id},
+            )
+            return False
+
+    def _end(self, request: Any, outcome: str, store: Callable[[bool], Any]) -> Any:
+        """Store a terminal state whose outcome is on record, now or before."""
+        stamp = None if request is None else _stamp_of(request)
+        if stamp is None:
+            return store(True)
+        with _lent_to_parent(stamp):
+            if request in _vouched:
+                return store(True)
+            refused = self._settle(request, stamp, outcome)
+            if refused is None:
+                return store(True)
+            # The id of a child belongs to one attempt: its chord and chain wait for an end.
+            if isinstance(refused, (StaleEpoch, MissingFence)) and request.id != stamp.run:
+                return store(False)
+            return None
+
+    def _settle(self, request: Any, stamp: Stamp, outcome: str) -> CeleryLeaseError | None:
+        """Record *outcome*; return why it could not be."""
+        ticket = ticket_of(stamp, request.id)
+        try:
+            fences = fence_store(self._task.app)
+            fences.settle(ticket, outcome)
+        except (StaleEpoch, AlreadySettled) as error:
+            if isinstance(error, AlreadySettled) and not self._has_result(request.id):
+                # The process died between its commit and its result.
+                return None
+            refuse(self._task, request, error, outcome)
+            if isinstance(error, StaleEpoch):
+                mark_refused(fences, ticket)
+            return error
+        except CeleryLeaseError as error:
+            logger.error(  # noqa: TRY400 - the sentence is enough
+                "The end of %s[%s] (%s) was not stored: %s",
+                self._task.name,
+                request.id,
+                outcome,
+                error,
+                extra={"action": "result-withheld", "task_id": request.id},
+            )
+            return error
+        vouch(request)
+        return None
+
+    def _has_result(self, task_id: str) -> bool:
+        """Return whether the task's end is in the result store; in doubt, it is."""
+        # Results of rpc:// lie in the caller's queue.
+        if isinstance(self._real, RPCBackend):
+            return True
+        try:
+            return self._real.get_state(task_id) in states.READY_STATES
+        except Exception:  # noqa: BLE001 - any backend's, and nothing may be raised here
+            return True
+
+
+def mark_refused(fences: FenceStore, ticket: Ticket) -> None:
+    """Have a refused run dispatched again soon; later it would be anyway."""
+    if ticket.task_id != ticket.run:
+        return
+    try:
+        fences.refuse(ticket)
+    except StoreError as error:
+        logger.warning(
+            "The run %s was not marked as refused: %s",
+            ticket.run,
+            error,
+            extra={"action": "refusal-unmarked", "task_id": ticket.run},
+        )
+
+
+def _stamp_of(request: Any) -> Stamp | None:
+    try:
+        return Stamp.of(request)
+    except MissingEpoch:
+        return None  # Refused at its start, with that error.
+
+
+def _lent_to_parent(stamp: Stamp) -> AbstractContextManager[None]:
+    return nullcontext() if current_stamp() is not None else lend(stamp)

@@ -1,0 +1,170 @@
+"""The fence as a task's body sees it: ``self.fence``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch, UnsafeTransaction
+from celery_lease.occurrence import Occurrence
+from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
+
+__all__ = ["TaskFence", "Unfenced"]
+
+
+class TaskFence:
+    """One execution's way to the fence.
+
+    Args:
+        ticket: What it shows at the fence.
+        store: The lease database.
+        standing: What admission found.
+    """
+
+    def __init__(self, ticket: Ticket, store: FenceStore, standing: Standing) -> None:
+        self.ticket = ticket
+        self.store = store
+        #: The planned firing; None where its run is not on record any more.
+        self.occurrence: Occurrence | None = standing.occurrence
+        #: Whether the one outcome is on record, by this execution.
+        self.settled = False
+        #: Why this execution was turned away; None while it was not.
+        self.refused: FencingError | None = None
+        #: Whether another message goes on with this task id: a retry, a replacement.
+        self.handed_on = False
+        self._open = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this task was dispatched under."""
+        return self.ticket.epoch
+
+    @property
+    def idempotency_key(self) -> str:
+        """The same on every attempt: what to give to a service that can tell duplicates."""
+        return self.ticket.task_id
+
+    def headers(self) -> dict[str, str]:
+        """Return HTTP headers for a service that keeps the largest epoch it has seen.
+
+        They prove nothing by themselves: a service that ignores them is not fenced.
+        """
+        return {
+            "Idempotency-Key": self.idempotency_key,
+            "Lease-Name": self.ticket.lease,
+            "Lease-Epoch": str(self.epoch),
+        }
+
+    def check(self) -> None:
+        """Ask the lease database whether this task may still go on.
+
+        For long bodies, and before something that cannot check by itself. The answer
+        is as old as it is: only a guarded transaction is safe against a takeover.
+
+        Raises:
+            StaleEpoch: A newer epoch took over.
+            AlreadySettled: Another delivery of this message was faster.
+            StoreError: The database did not answer.
+        """
+        self._raise(refusal(self.ticket, self.store.look(self.ticket)))
+
+    def settle(self, outcome: str) -> None:
+        """Record how the task ended. Done for you after the body.
+
+        Args:
+            outcome: committed or failed.
+
+        Raises:
+            StaleEpoch: A newer epoch took over.
+            AlreadySettled: Another delivery was faster.
+            StoreError: The database did not answer; the outcome may be recorded.
+        """
+        try:
+            self.store.settle(self.ticket, outcome)
+        except FencingError as error:
+            self._raise(error)
+        self.settled = True
+
+    @contextmanager
+    def transaction(
+        self, target: Any, *, final: bool = True, idle: float | None = None
+    ) -> Iterator[Any]:
+        """Write in one transaction that only commits if this task is still current.
+
+        Args:
+            target: A Session, sessionmaker, scoped_session, Engine or Connection of
+                SQLAlchemy, in the database that holds the lease tables.
+            final: Whether this is the one block that settles the run. Earlier ones
+                say False: they are checked, but may commit once on every attempt.
+            idle: Seconds of silence after which the server ends the transaction,
+                from its start on, where the server can. The guard's last round trip
+                is always limited (``beat_lease_guard_idle``).
+
+        Yields:
+            The session or connection to work with.
+
+        Raises:
+            StaleEpoch: A newer epoch took over. Nothing was written.
+            AlreadySettled: Another delivery was faster. Nothing was written.
+            MissingFence: The target is not in the lease database. Nothing was written.
+            UnsafeTransaction: The guard cannot be the last word here.
+        """
+        from celery_lease.guards.sqlalchemy import Guard, guarded
+
+        with self._block(final):
+            guard = Guard(self.ticket, self.store, final=final, idle=idle)
+            with guarded(target, guard) as work:
+                yield work
+
+    @contextmanager
+    def _block(self, final: bool) -> Iterator[None]:
+        """Keep account of one guarded block."""
+        if self.settled:
+            raise UnsafeTransaction(
+                "the final guarded block of this run was committed before; all but the last "
+                "one say final=False",
+                name=self.ticket.lease,
+            )
+        if self._open:
+            raise UnsafeTransaction(
+                "a guarded block cannot stand inside another one", name=self.ticket.lease
+            )
+        self._raise(self.refused)
+        self._open = True
+        try:
+            yield
+        except FencingError as error:
+            self._raise(error)
+        finally:
+            self._open = False
+        self.settled = final
+
+    def _raise(self, error: FencingError | None) -> None:
+        if error is None:
+            return
+        if isinstance(error, (StaleEpoch, AlreadySettled)):
+            self.refused = error
+        raise error
+
+
+class Unfenced:
+    """What ``self.fence`` is in a task that no lease scheduler sent: nothing is checked."""
+
+    epoch: int | None = None
+    occurrence: Occurrence | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return no headers."""
+        return {}
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def transaction(
+        self, target: Any, *, final: bool = True, idle: float | None = None
+    ) -> AbstractContextManager[Any]:
+        """Open a plain transaction on the same kinds of target."""
+        from celery_lease.guards.sqlalchemy import plain
+
+        return plain(target)

@@ -1,0 +1,368 @@
+"""The fence on SQLAlchemy transactions: the guard is the last statement before COMMIT.
+
+It runs at the engine's ``commit`` event, after the session's flush and after the
+user's own ``before_commit`` hooks. Nothing of a transaction is visible before its
+COMMIT, so last is early enough, and the shared lock it takes lasts one round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, SessionTransactionOrigin, scoped_session, sessionmaker
+
+from celery_lease.errors import (
+    FencingError,
+    SchemaMismatch,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+    UnsafeTransaction,
+)
+from celery_lease.stores.dialects import database_of, masked, translated
+from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, refusal
+
+__all__ = ["Guard", "guarded", "plain"]
+
+
+class _State(Enum):
+    OPEN = "open"
+    #: The guard let the transaction pass; its COMMIT was sent.
+    PASSED = "passed"
+    REFUSED = "refused"
+
+
+class Guard:
+    """The last word of one transaction.
+
+    Args:
+        ticket: What is shown at the fence.
+        store: The lease database, for what has to be asked on another connection.
+        final: Whether passing settles the ticket's task, or is only a check.
+        idle: Seconds of silence after which the server ends the transaction, from
+            its start on; None for the guard's last round trip only.
+    """
+
+    def __init__(
+        self, ticket: Ticket, store: FenceStore, *, final: bool, idle: float | None = None
+    ) -> None:
+        self.ticket = ticket
+        self._store = store
+        self._final = final
+        self._idle = idle
+        self._state = _State.OPEN
+        self._error: BaseException | None = None
+        self._engine: sa.Engine | None = None
+        self._connections: WeakSet[sa.Connection] = WeakSet()
+
+    @property
+    def open(self) -> bool:
+        """Whether the transaction is still to be committed."""
+        return self._state is _State.OPEN
+
+    @property
+    def enrolled(self) -> bool:
+        """Whether the transaction has begun on a connection."""
+        return self._engine is not None
+
+    def enroll(self, connection: sa.Connection) -> None:
+        """Make this guard the last word of the transaction that begins on *connection*.
+
+        Raises:
+            UnsafeTransaction: It could not be that.
+        """
+        self.begin()
+        other = _guards.get(connection)
+        if other is not None and other is not self and other.open:
+            raise self.unsafe("a guarded block cannot stand inside another one")
+        if self._engine is not None and connection.engine is not self._engine:
+            raise self.unsafe("the session works on two engines, and only one can be guarded")
+        database = database_of(connection.dialect)
+        if database.autocommits(connection):
+            raise self.unsafe("the connection is in AUTOCOMMIT, so writes would precede the guard")
+        _listen()
+        self._engine = connection.engine
+        self._connections.add(connection)
+        _guards[connection] = self
+        if self._idle is not None:
+            database.limit_idle(connection, self._idle)
+
+    def begin(self) -> None:
+        """Refuse to begin a transaction once the guard has spoken."""
+        if self._state is _State.PASSED:
+            raise self.unsafe("the guarded block was committed inside; nothing may follow in it")
+        self.raise_refusal()
+
+    def must_have_spoken(self) -> None:
+        """Raise if a commit went by without the engine committing."""
+        if self.open:
+            raise self.unsafe("the session's transaction belongs to somebody else")
+
+    def leave(self) -> None:
+        """Let go of the connections: the block is over."""
+        for connection in self._connections:
+            _guards.pop(connection, None)
+
+    def raise_refusal(self) -> None:
+        """Raise again what was raised before: swallowing it does not help."""
+        if self._error is not None:
+            raise self._error
+
+    def unsafe(self, reason: str) -> UnsafeTransaction:
+        """Return the error that says why this transaction cannot be guarded."""
+        return UnsafeTransaction(reason, name=self.ticket.lease)
+
+    def pass_or_refuse(self, connection: sa.Connection) -> None:
+        """Run the guard's statement on a transaction that is about to commit.
+
+        Raises:
+            FencingError: It is refused, and rolled back already.
+        """
+        try:
+            error = self._verdict(connection)
+        except BaseException as unexpected:
+            self._refuse(connection, unexpected)
+            raise
+        if error is not None:
+            self._refuse(connection, error)
+            raise error
+        self._state = _State.PASSED
+
+    def _refuse(self, connection: sa.Connection, error: BaseException) -> None:
+        # Out of the commit hook the connection goes back to its pool with its transaction
+        # open, and the next block on it would commit these rows.
+        _roll_back(connection)
+        self._state, self._error = _State.REFUSED, error
+
+    def _verdict(self, connection: sa.Connection) -> BaseException | None:
+        """Return why the transaction must not commit; None where it may."""
+        self.begin()
+        error: BaseException | None = None
+        try:
+            with translated(connection.engine):
+                if self._statement(connection):
+                    return None
+        except SchemaMismatch:
+            return missing_fence(self.ticket.lease, masked(connection.engine.url))
+        except (StoreUnavailable, StoreContention) as problem:
+            error = problem.__cause__ or problem
+            if isinstance(problem, StoreUnavailable):
+                return error
+        except sa.exc.IntegrityError as duplicate:
+            error = duplicate
+        # Neither "no row" nor a serialization failure is an answer: look again, afresh.
+        _roll_back(connection)
+        return self._reason(connection) or error or self._contention()
+
+    def _reason(self, connection: sa.Connection) -> BaseException | None:
+        try:
+            return refusal(self.ticket, look(connection, self.ticket))
+        except FencingError as error:
+            return error
+
+    def _contention(self) -> StoreContention:
+        return StoreContention(f"the fence of {self.ticket.lease!r} was moving; try again")
+
+    def _statement(self, connection: sa.Connection) -> bool:
+        database = database_of(connection.dialect)
+        if self._final:
+            values = self.ticket.values("committed")
+            return database.settle(connection, idle=self._store.idle, **values)
+        return database.check(
+            connection,
+            lease=self.ticket.lease,
+            epoch=self.ticket.epoch,
+            term=self.ticket.term,
+            idle=self._store.idle,
+        )
+
+    def survives(self, error: BaseException) -> bool:
+        """Find out what became of a COMMIT whose answer was an error.
+
+        Returns:
+            True where the commit row of this execution is there: it is committed.
+
+        Raises:
+            FencingError: It is not, and can never be: the fence has moved on.
+        """
+        if self._state is not _State.PASSED:
+            return False
+        try:
+            standing = self._store.look(self.ticket)
+        except (StoreError, FencingError):
+            return False
+        refused = refusal(self.ticket, standing)
+        if refused is not None:
+            raise refused from error
+        return self._final and standing.execution == self.ticket.execution
+
+
+@contextmanager
+def guarded(target: Any, guard: Guard) -> Iterator[Any]:
+    """Yield the session or connection of a transaction whose last statement is *guard*.
+
+    Args:
+        target: A Session, sessionmaker, scoped_session, Engine or Connection.
+        guard: The guard, used once.
+
+    Raises:
+        UnsafeTransaction: The guard could not be the last word.
+        FencingError: Refused; nothing was written.
+        TypeError: *target* is none of these.
+    """
+    with _opened(target) as work:
+        within = _session if isinstance(work, Session) else _connection
+        with within(work, guard):
+            yield work
+
+
+@contextmanager
+def plain(target: Any) -> Iterator[Any]:
+    """Yield the session or connection of a transaction without a guard."""
+    with _opened(target) as work:
+        try:
+            yield work
+            work.commit()
+        except BaseException:
+            work.rollback()
+            raise
+
+
+@contextmanager
+def _opened(target: Any) -> Iterator[Any]:
+    """Yield the session or connection of *target*, closing what was opened here."""
+    if isinstance(target, (Session, sa.Connection)):
+        yield target
+    elif isinstance(target, scoped_session):
+        yield target()
+    elif isinstance(target, sessionmaker):
+        with target() as session:
+            yield session
+    elif isinstance(target, sa.Engine):
+        with target.connect() as connection:
+            yield connection
+    else:
+        raise TypeError(
+            f"give a Session, sessionmaker, scoped_session, Engine or Connection, "
+            f"not {type(target).__name__}"
+        )
+
+
+@contextmanager
+def _session(session: Session, guard: Guard) -> Iterator[None]:
+    _refuse_begun(session, guard)
+
+    def after_begin(session: Session, transaction: Any, connection: sa.Connection) -> None:
+        guard.enroll(connection)
+
+    sa.event.listen(session, "after_begin", after_begin)
+    try:
+        for connection in _begun(session):
+            guard.enroll(connection)
+        if not session.autobegin and not session.in_transaction():
+            session.begin()
+        yield
+        guard.raise_refusal()
+        if guard.open and not guard.enrolled:
+            session.connection()
+        _commit(session, guard)
+        guard.must_have_spoken()
+    except BaseException:
+        session.rollback()
+        raise
+    finally:
+        sa.event.remove(session, "after_begin", after_begin)
+        guard.leave()
+
+
+@contextmanager
+def _connection(connection: sa.Connection, guard: Guard) -> Iterator[None]:
+    if connection.in_transaction():
+        raise guard.unsafe("the connection is in a transaction that was begun before")
+    try:
+        connection.begin()
+        guard.enroll(connection)
+        yield
+        guard.raise_refusal()
+        if guard.open and not connection.in_transaction():
+            connection.begin()  # Rolled back inside: there is still an outcome to record.
+        _commit(connection, guard)
+    except BaseException:
+        connection.rollback()
+        raise
+    finally:
+        guard.leave()
+
+
+def _commit(work: Session | sa.Connection, guard: Guard) -> None:
+    try:
+        work.commit()
+    except sa.exc.DBAPIError as error:
+        if not guard.survives(error):
+            raise
+        # The answer was lost, not the commit. What is left is a broken connection.
+        work.rollback()
+
+
+def _refuse_begun(session: Session, guard: Guard) -> None:
+    """Refuse a session whose transaction would not end with this block's commit."""
+    if session.twophase:
+        raise guard.unsafe("a two-phase transaction is prepared before the guard could run")
+    transaction = session.get_transaction()
+    if transaction is not None and (
+        transaction.nested or transaction.origin is not SessionTransactionOrigin.AUTOBEGIN
+    ):
+        raise guard.unsafe("the session is in a transaction that was begun before")
+    if isinstance(session.bind, sa.Connection) and session.bind.in_transaction():
+        begun_by_session = session.bind in _begun(session)
+        if not begun_by_session:
+            raise guard.unsafe("the session's connection is in a transaction begun elsewhere")
+
+
+def _begun(session: Session) -> list[sa.Connection]:
+    """Return the connections that an autobegun session is working on already."""
+    transaction = session.get_transaction()
+    # There is no public way to ask; the attribute is the same in SQLAlchemy 2.0 and 2.1.
+    begun = getattr(transaction, "_connections", {})
+    return list({id(each[0]): each[0] for each in begun.values()}.values())
+
+
+def _roll_back(connection: sa.Connection) -> None:
+    """End the transaction in the database, behind SQLAlchemy's back."""
+    if connection.invalidated or connection.closed:
+        return
+    try:
+        connection.dialect.do_rollback(connection.connection)
+    except connection.dialect.loaded_dbapi.Error:
+        connection.invalidate()
+
+
+# --- the engine's events ------------------------------------------------------------------
+
+#: Connections in a guarded block. Listeners on the class see all engines, those of
+#: ``engine.execution_options(…)`` too, on which SQLAlchemy 2.0 has no events.
+_guards: WeakKeyDictionary[sa.Connection, Guard] = WeakKeyDictionary()
+
+
+@cache
+def _listen() -> None:
+    sa.event.listen(sa.Engine, "commit", _on_commit)
+    sa.event.listen(sa.Engine, "begin", _on_begin)
+
+
+def _on_commit(connection: sa.Connection) -> None:
+    guard = _guards.get(connection)
+    if guard is not None:
+        guard.pass_or_refuse(connection)
+
+
+def _on_begin(connection: sa.Connection) -> None:
+    guard = _guards.get(connection)
+    if guard is not None:
+        guard.begin()

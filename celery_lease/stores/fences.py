@@ -1,0 +1,316 @@
+"""The workers' side of a lease database: is this work current, and how did it end?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from celery_lease.errors import (
+    AlreadySettled,
+    FencingError,
+    MissingFence,
+    SchemaMismatch,
+    StaleEpoch,
+    StoreError,
+    StoreUnavailable,
+)
+from celery_lease.lease import Fence
+from celery_lease.occurrence import Occurrence
+from celery_lease.stores.dialects import create_engine, database_of, masked, translated
+from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
+
+__all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "refusal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What a guarded write shows at the fence: one execution of one stamped task."""
+
+    #: Name of the lease.
+    lease: str
+    #: Epoch of its stamp.
+    epoch: int
+    #: Uuid of the term of its stamp.
+    term: str
+    #: The id that it settles.
+    task_id: str
+    #: Id of the run that it is, or is a consequence of.
+    run: str
+    #: Uuid of this one execution: a redelivered message has another.
+    execution: str
+
+    def values(self, outcome: str) -> dict[str, Any]:
+        """Return the commit row that records *outcome*."""
+        return {
+            "task_id": self.task_id,
+            "lease": self.lease,
+            "epoch": self.epoch,
+            "term": self.term,
+            "execution": self.execution,
+            "outcome": outcome,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the database knows of a ticket."""
+
+    #: Whether its epoch and term are the current ones.
+    current: bool
+    #: The current epoch.
+    epoch: int
+    #: The fence, where a takeover is not in the middle of raising it.
+    fence: Fence | None
+    #: How the ticket's task ended: committed, failed, expired or revoked; None if it has not.
+    outcome: str | None
+    #: Which execution ended it.
+    execution: str | None
+    #: The planned firing it belongs to, where the run is still on record.
+    occurrence: Occurrence | None
+    #: Whether the run is one of a fenced task; None where there is no record of it.
+    fenced: bool | None
+    #: The (epoch, term) that the run was settled under; None if it was not.
+    settled_under: tuple[int, str] | None
+
+
+def _of_lease(
+    table: sa.FromClause, condition: sa.ColumnElement[bool]
+) -> sa.ColumnElement[bool]:
+    return sa.and_(condition, table.c.lease == fence_table.c.name)
+
+
+_own = commit_table.alias("own")
+_runs = commit_table.alias("runs")
+_LOOK = (
+    sa.select(
+        fence_table.c.epoch.label("fence_epoch"),
+        fence_table.c.term.label("fence_term"),
+        lease_table.c.epoch.label("lease_epoch"),
+        lease_table.c.term.label("lease_term"),
+        _own.c.outcome,
+        _own.c.execution,
+        run_table.c.entry,
+        run_table.c.due_at,
+        run_table.c.attempt,
+        run_table.c.fenced,
+        _runs.c.epoch.label("settled_epoch"),
+        _runs.c.term.label("settled_term"),
+    )
+    .select_from(fence_table)
+    .join(lease_table, lease_table.c.name == fence_table.c.name)
+    .outerjoin(_own, _of_lease(_own, _own.c.task_id == sa.bindparam("task_id")))
+    .outerjoin(run_table, _of_lease(run_table, run_table.c.id == sa.bindparam("run")))
+    .outerjoin(_runs, _of_lease(_runs, _runs.c.task_id == sa.bindparam("run")))
+    .where(fence_table.c.name == sa.bindparam("lease"))
+)
+
+#: The only thing that a worker ever writes into a run.
+_REFUSE = (
+    sa.update(run_table)
+    .where(
+        run_table.c.id == sa.bindparam("run_id"),
+        run_table.c.lease == sa.bindparam("of_lease"),
+        run_table.c.epoch == sa.bindparam("of_epoch"),
+        run_table.c.term == sa.bindparam("of_term"),
+        run_table.c.state.in_(("claimed", "published")),
+        ~sa.exists().where(commit_table.c.task_id == run_table.c.id),
+    )
+    .values(state="refused", open=True)
+)
+
+
+def look(connection: sa.Connection, ticket: Ticket) -> Standing:
+    """Read, without locking, what there is to know of a ticket.
+
+    Raises:
+        MissingFence: There is no fence for its lease in this database.
+    """
+    values = {"task_id": ticket.task_id, "run": ticket.run, "lease": ticket.lease}
+    row = connection.execute(_LOOK, values).first()
+    if row is None:
+        raise missing_fence(ticket.lease, masked(connection.engine.url))
+    settled = row.fence_epoch == row.lease_epoch and row.fence_term == row.lease_term
+    return Standing(
+        current=settled and (row.fence_epoch, row.fence_term) == (ticket.epoch, ticket.term),
+        epoch=max(row.fence_epoch, row.lease_epoch),
+        fence=Fence(name=ticket.lease, epoch=row.fence_epoch, term=row.fence_term)
+        if settled
+        else None,
+        outcome=row.outcome,
+        execution=row.execution,
+        occurrence=None
+        if row.entry is None
+        else Occurrence(
+            lease=ticket.lease, entry=row.entry, due_at=row.due_at, attempt=row.attempt
+        ),
+        fenced=row.fenced,
+        settled_under=None if row.settled_epoch is None else (row.settled_epoch, row.settled_term),
+    )
+
+
+def refusal(ticket: Ticket, standing: Standing) -> FencingError | None:
+    """Return why the ticket must not go on; None where it may."""
+    if standing.outcome is not None:
+        if standing.execution == ticket.execution:
+            return None
+        return AlreadySettled(
+            f"{ticket.task_id} was settled before ({standing.outcome})",
+            name=ticket.lease,
+            task_id=ticket.task_id,
+            outcome=standing.outcome,
+        )
+    if standing.current:
+        return None
+    if standing.epoch == ticket.epoch:
+        text = f"epoch {ticket.epoch} was granted twice, and the current grant is another one"
+    else:
+        text = f"epoch {ticket.epoch} is stale, the current epoch is {standing.epoch}"
+    return StaleEpoch(text, name=ticket.lease, epoch=ticket.epoch, current_epoch=standing.epoch)
+
+
+def missing_fence(lease: str, shown: str) -> MissingFence:
+    """Return the error for a database that knows nothing of the lease.
+
+    Args:
+        lease: Name of the lease.
+        shown: URL of the database, password masked.
+    """
+    return MissingFence(
+        f"there is no fence for the lease {lease!r} in {shown}: do beat and this worker share "
+        f"beat_lease_url, and is the guarded data in that same database? Put the lease tables "
+        f"and the guarded data into one database and point beat_lease_url at it",
+        name=lease,
+    )
+
+
+class FenceStore:
+    """The few statements that a worker needs besides the guard, each committing by itself.
+
+    Lazy, and one engine for each process: a worker forks after it has read its settings.
+
+    Args:
+        url: SQLAlchemy URL of the lease database.
+        options: Options for ``create_engine``.
+        idle: Seconds that the server waits for a silent guard.
+        lock_wait: Seconds that a statement waits for a lock.
+        statement_wait: Seconds that a statement may take.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        idle: float = 5.0,
+        lock_wait: float = 2.0,
+        statement_wait: float = 5.0,
+    ) -> None:
+        self._url = url
+        self._options = options or {}
+        self._lock_wait = lock_wait
+        self._statement_wait = statement_wait
+        self._made: tuple[int, sa.Engine] | None = None
+        #: Seconds that the server waits for a silent guard.
+        self.idle = idle
+        #: The URL without its password.
+        self.shown = masked(url)
+
+    @property
+    def engine(self) -> sa.Engine:
+        """This process's engine."""
+        pid = os.getpid()
+        if self._made is None or self._made[0] != pid:
+            if self._made is not None:
+                # The parent's sockets are not ours to close.
+                self._made[1].dispose(close=False)
+            engine = create_engine(
+                self._url,
+                self._options,
+                lock_wait=self._lock_wait,
+                statement_wait=self._statement_wait,
+            )
+            self._made = pid, engine
+        return self._made[1]
+
+    def dispose(self) -> None:
+        """Close the pooled connections."""
+        made, self._made = self._made, None
+        if made is not None:
+            made[1].dispose(close=made[0] == os.getpid())
+
+    def look(self, ticket: Ticket) -> Standing:
+        """Read what there is to know of a ticket.
+
+        Raises:
+            MissingFence: There is no fence for its lease in this database.
+            StoreError: The database did not answer.
+        """
+        try:
+            with self._statement() as connection:
+                return look(connection, ticket)
+        except SchemaMismatch as error:
+            raise missing_fence(ticket.lease, self.shown) from error
+
+    def settle(self, ticket: Ticket, outcome: str) -> str:
+        """Record the one outcome of the ticket's task, if it is current.
+
+        Args:
+            ticket: Who asks.
+            outcome: committed, failed, expired or revoked.
+
+        Returns:
+            The outcome on record: an earlier one, if this same execution recorded it.
+
+        Raises:
+            StaleEpoch: Its epoch is not the current one.
+            AlreadySettled: Another execution settled it.
+            MissingFence: There is no fence for its lease in this database.
+            StoreError: The database did not answer; the outcome may be recorded.
+        """
+        try:
+            with self._statement() as connection:
+                database = database_of(connection.dialect)
+                if database.settle(connection, idle=self.idle, **ticket.values(outcome)):
+                    return outcome
+        except sa.exc.IntegrityError:
+            pass  # A row is there: whose, is read below.
+        except SchemaMismatch as error:
+            raise missing_fence(ticket.lease, self.shown) from error
+        standing = self.look(ticket)
+        refused = refusal(ticket, standing)
+        if refused is not None:
+            raise refused
+        if standing.outcome is None:
+            raise StoreUnavailable(f"{self.shown} did not say why {ticket.task_id} cannot settle")
+        return standing.outcome
+
+    def refuse(self, ticket: Ticket) -> bool:
+        """Mark the run as refused, so that it is dispatched again.
+
+        Returns:
+            False where it is not waiting under exactly the ticket's epoch and term.
+        """
+        values = {
+            "run_id": ticket.run,
+            "of_lease": ticket.lease,
+            "of_epoch": ticket.epoch,
+            "of_term": ticket.term,
+        }
+        with self._statement() as connection:
+            return bool(connection.execute(_REFUSE, values).rowcount == 1)
+
+    @contextmanager
+    def _statement(self) -> Iterator[sa.Connection]:
+        engine = self.engine
+        try:
+            with translated(engine), engine.connect() as connection:
+                yield connection.execution_options(isolation_level="AUTOCOMMIT")
+        except sa.exc.IntegrityError:
+            raise
+        except sa.exc.SQLAlchemyError as error:
+            raise StoreError(f"{self.shown}: {error}") from error

@@ -1,0 +1,445 @@
+"""A task whose work only counts under the current epoch: admit, run, settle.
+
+What hooks where: ``__call__`` is all that runs after the message is known and before
+callbacks and result; ``signature_from_request`` is what every kind of retry passes;
+``on_replace`` sees the task's id being handed on; the ``backend`` property sees what
+the worker's parent process reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from celery import Celery, Task
+from celery.exceptions import Ignore, Reject, Retry
+
+from celery_lease.backend import GuardedBackend, fence_store, mark_refused, ticket_of, vouch
+from celery_lease.errors import (
+    AlreadySettled,
+    ConfigurationError,
+    FencingError,
+    MissingEpoch,
+    StaleEpoch,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+    UnsafeTransaction,
+)
+from celery_lease.guards.fence import TaskFence, Unfenced
+from celery_lease.occurrence import Occurrence
+from celery_lease.signals import install, refuse
+from celery_lease.stamp import Stamp, enclosing_stamp
+from celery_lease.stores.fences import Ticket, refusal
+
+__all__ = ["FencedTask"]
+
+logger = logging.getLogger("celery_lease.task")
+
+if TYPE_CHECKING:
+    _Task = Task[Any, Any]
+else:
+    _Task = Task  # Generic to type checkers alone, before Celery 5.6.
+
+T = TypeVar("T")
+
+#: The fence of the body that runs here and now. A task that is called directly in
+#: that body works behind the same fence.
+_running: ContextVar[TaskFence | None] = ContextVar("celery_lease_fence", default=None)
+
+_UNFENCED = Unfenced()
+_AWAY = (StoreUnavailable, StoreContention)
+#: Message header: how often this message has waited for the lease database.
+_WAITS = "lease_waits"
+
+
+class FencedTask(_Task):
+    """Base class: ``@app.task(base=FencedTask, bind=True)``.
+
+    A message under an older epoch than the stored one is refused before the body;
+    what is written in ``self.fence.transaction(…)`` is refused at its commit; and
+    how the body ends is recorded under the fence before any callback or result.
+    A call without a stamp runs unfenced and touches no database.
+    """
+
+    abstract = True
+
+    #: Refuse calls that no lease scheduler sent, instead of running them unfenced.
+    require_epoch: bool = False
+    #: Take over the stamp of the task that sends this one.
+    inherit_epoch: bool = True
+    #: Seconds to wait for a lease database that does not answer. After that the
+    #: message is published again, to be tried later.
+    lease_patience: float = 3.0
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        """Refuse what would by-pass the fence; install what it needs.
+
+        Raises:
+            ConfigurationError: The class or the app would by-pass it.
+        """
+        super().on_bound(app)
+        _refuse_bypass(cls, app)
+        install(app)
+
+    @property
+    def fence(self) -> TaskFence | Unfenced:
+        """The way to the fence for this execution, and in what its body calls directly."""
+        return _running.get() or _UNFENCED
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that this was dispatched under; None where it is unfenced."""
+        return self.fence.epoch
+
+    @property
+    def occurrence(self) -> Occurrence | None:
+        """The planned firing that this is, or is a consequence of; None where unknown."""
+        return self.fence.occurrence
+
+    # --- admit, run, settle -------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body behind the fence if the message is stamped."""
+        request = self.request
+        # Celery's own mark for a request whose body runs already.
+        if request.called_directly or request._protected:  # type: ignore[attr-defined]
+            if self.require_epoch and _running.get() is None:
+                raise self._missing_epoch()
+            return super().__call__(*args, **kwargs)
+        stamp = Stamp.of(request)
+        if stamp is None and request.is_eager and self.inherit_epoch:
+            stamp = enclosing_stamp()
+        if stamp is None:
+            if self.require_epoch:
+                raise self._missing_epoch()
+            with _behind(None):
+                return self.run(*args, **kwargs)
+        request._protected = 1  # type: ignore[attr-defined]
+        fence = self._admit(request, stamp)
+        with _behind(fence):
+            try:
+                result = self.run(*args, **kwargs)
+            except Exception as error:
+                self._ended(fence, request, stamp, error)
+                raise
+            self._ended(fence, request, stamp, None)
+            return result
+
+    def _admit(self, request: Any, stamp: Stamp) -> TaskFence:
+        """Ask, before the body, whether the message is current.
+
+        Raises:
+            Ignore: It is not, or the database does not answer.
+            MissingFence: The lease is not known there.
+        """
+        store = fence_store(self.app)
+        ticket = ticket_of(stamp, request.id)
+        try:
+            standing = self._patiently(lambda: store.look(ticket))
+        except _AWAY as error:
+            self._try_later(request, error)
+        refused = refusal(ticket, standing)
+        if refused is not None:
+            self._turn_away(request, stamp, ticket, refused, "start")
+        return TaskFence(ticket, store, standing)
+
+    def _ended(
+        self, fence: TaskFence, request: Any, stamp: Stamp, error: Exception | None
+    ) -> None:
+        """Settle how the body ended, before anybody hears of it.
+
+        Raises:
+            Ignore: It ended stale, as a duplicate, or the database does not answer.
+        """
+        if fence.refused is not None:
+            # Even if the body swallowed it.
+            self._turn_away(request, stamp, fence.ticket, fence.refused, "commit")
+        if fence.settled:
+            if _outcome(fence, error) == "failed":
+                self._tell_late_failure(request, error)
+        elif isinstance(error, _AWAY):
+            self._try_later(request, error)
+        else:
+            outcome = _outcome(fence, error)
+            if outcome is None:
+                return
+            try:
+                self._patiently(lambda: fence.settle(outcome))
+            except (StaleEpoch, AlreadySettled) as refused:
+                at = "failure" if outcome == "failed" else "settle"
+                self._turn_away(request, stamp, fence.ticket, refused, at)
+            except _AWAY as away:
+                self._try_later(request, away)
+        vouch(request)
+
+    def _patiently(self, verb: Callable[[], T]) -> T:
+        """Wait a little for a lease database that is away."""
+        end = time.monotonic() + self.lease_patience
+        pause = 0.05
+        while True:
+            try:
+                return verb()
+            except _AWAY:
+                if time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 2, 0.5)
+
+    def _turn_away(
+        self, request: Any, stamp: Stamp, ticket: Ticket, error: FencingError, at: str
+    ) -> NoReturn:
+        """End without a result: it would be another attempt's."""
+        if isinstance(error, StaleEpoch) and not request.is_eager:
+            if ticket.task_id == ticket.run:
+                refuse(self, request, error, at)
+                mark_refused(fence_store(self.app), ticket)
+            elif not self._carry_on(request, stamp, ticket):
+                refuse(self, request, error, at)
+                # A child's id belongs to one attempt: chord, chain and get() wait for an end.
+                self._real_backend.mark_as_failure(
+                    request.id, error, request=request, call_errbacks=False
+                )
+        else:
+            refuse(self, request, error, at)
+        raise Ignore(str(error)) from error
+
+    def _carry_on(self, request: Any, stamp: Stamp, ticket: Ticket) -> bool:
+        """Publish a consequence of a settled run again, under the current epoch.
+
+        Its run will not be dispatched again, so neither would this.
+        """
+        try:
+            standing = self._patiently(lambda: fence_store(self.app).look(ticket))
+        except _AWAY as error:
+            self._try_later(request, error)
+        if standing.fence is None or standing.fence.term is None:
+            # Until the fence is raised, the run's own commit may still be on its way.
+            self._try_later(request, StoreContention("a takeover is raising the fence"))
+        if standing.fenced is not False and standing.settled_under != stamp.first:
+            return False
+        renewed = stamp.renewed(standing.fence.epoch, standing.fence.term)
+        self._publish_again(request, stamp=renewed)
+        logger.info(
+            "Task carried on: %s[%s] follows a settled run, and was published again under "
+            "epoch %s instead of %s",
+            self.name,
+            request.id,
+            renewed.epoch,
+            stamp.epoch,
+            extra={
+                "action": "task-carried-on",
+                "task_name": self.name,
+                "task_id": request.id,
+                "lease_name": stamp.name,
+                "lease_epoch": stamp.epoch,
+                "current_epoch": renewed.epoch,
+            },
+        )
+        return True
+
+    def _try_later(self, request: Any, error: StoreError) -> NoReturn:
+        """Publish the message again, with a rising countdown: nothing is known now."""
+        if request.is_eager:
+            raise error
+        waits = int((request.headers or {}).get(_WAITS, 0))
+        countdown = min(5.0 * 2**waits, 60.0)
+        self._publish_again(
+            request,
+            countdown=countdown,
+            headers={**(request.headers or {}), _WAITS: waits + 1},
+        )
+        logger.warning(
+            "Task postponed: %s[%s] is tried again in %g s: %s",
+            self.name,
+            request.id,
+            countdown,
+            error,
+            extra={"action": "task-postponed", "task_name": self.name, "task_id": request.id},
+        )
+        raise Ignore(f"postponed: {error}") from error
+
+    def _publish_again(self, request: Any, stamp: Stamp | None = None, **options: Any) -> None:
+        """Publish the same message: same id, arguments, retries, callbacks and stamps."""
+        signature = super().signature_from_request(request, retries=request.retries, **options)
+        if stamp is not None:
+            signature.options.update(stamp.options(signature.options))
+        try:
+            signature.apply_async(add_to_parent=False)
+        except Exception as error:
+            # Neither database nor broker: all that is left is the message as it is.
+            raise Reject(error, requeue=True) from error
+
+    # --- the task's id is handed on -----------------------------------------------------
+
+    def signature_from_request(
+        self,
+        request: Any = None,
+        args: Any = None,
+        kwargs: Any = None,
+        queue: str | None = None,
+        **extra_options: Any,
+    ) -> Any:
+        """Build a retry's message, if the task may still go on.
+
+        Raises:
+            StaleEpoch: A newer epoch took over: no retry is published.
+            AlreadySettled: Another delivery of this message was faster.
+            UnsafeTransaction: The run was committed by its final block.
+        """
+        request = self.request if request is None else request
+        self._hand_on(request, "retry()")
+        return super().signature_from_request(request, args, kwargs, queue, **extra_options)
+
+    def on_replace(self, sig: Any) -> Any:
+        """Settle here what the replacement will not settle."""
+        request = self.request
+        fence = self._own_fence(request)
+        if fence is not None:
+            if self._is_fenced(_with_id(sig, fence.ticket.task_id)):
+                self._hand_on(request, "replace()")
+            elif not fence.settled:
+                self._patiently(lambda: fence.settle("committed"))
+        return super().on_replace(sig)
+
+    def _hand_on(self, request: Any, what: str) -> None:
+        fence = self._own_fence(request)
+        if fence is not None:
+            if fence.settled:
+                raise UnsafeTransaction(
+                    f"{what} after the final guarded block: the next attempt would be refused "
+                    f"as a duplicate; say final=False on that block",
+                    name=fence.ticket.lease,
+                )
+            fence.check()
+            fence.handed_on = True
+            return
+        # The worker's parent process retries what was lost with its process.
+        stamp = None if request.called_directly else Stamp.of(request)
+        if stamp is not None:
+            ticket = ticket_of(stamp, request.id)
+            refused = refusal(ticket, fence_store(self.app).look(ticket))
+            if refused is not None:
+                raise refused
+
+    def _own_fence(self, request: Any) -> TaskFence | None:
+        fence = _running.get()
+        own = fence is not None and fence.ticket.task_id == request.id
+        return fence if own else None
+
+    def _is_fenced(self, sig: Any) -> bool:
+        task = None if sig is None else self.app.tasks.get(sig.task)
+        return isinstance(task, FencedTask) and task.inherit_epoch
+
+    # --- the result ---------------------------------------------------------------------
+
+    @property
+    def backend(self) -> Any:
+        """The result backend, which stores nothing that a stale attempt reports."""
+        return GuardedBackend(self._real_backend, self)
+
+    @backend.setter
+    def backend(self, value: Any) -> None:
+        self._backend = value
+
+    @property
+    def _real_backend(self) -> Any:
+        return self.app.backend if self._backend is None else self._backend
+
+    def AsyncResult(self, task_id: str, **kwargs: Any) -> Any:  # noqa: N802 - Celery's name
+        """Return the result of a call: readers need no guard."""
+        return self.app.AsyncResult(
+            task_id, backend=self._real_backend, task_name=self.name, **kwargs
+        )
+
+    def _missing_epoch(self) -> MissingEpoch:
+        return MissingEpoch(
+            f"{self.name} requires an epoch (require_epoch = True), and this call has none: "
+            f"it was not sent by a lease scheduler, nor by a task that was"
+        )
+
+    def _tell_late_failure(self, request: Any, error: Exception | None) -> None:
+        logger.error(
+            "%s[%s] failed after its final guarded block: what it committed stands, its "
+            "result is FAILURE: %r",
+            self.name,
+            request.id,
+            error,
+            extra={
+                "action": "failure-after-commit",
+                "task_name": self.name,
+                "task_id": request.id,
+            },
+        )
+
+
+@contextmanager
+def _behind(fence: TaskFence | None) -> Iterator[None]:
+    token = _running.set(fence)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _outcome(fence: TaskFence, error: Exception | None) -> str | None:
+    """Return how a body that ended so is recorded; None where it goes on elsewhere."""
+    if isinstance(error, Retry) or (
+        isinstance(error, Reject) and getattr(error, "requeue", False)
+    ):
+        return None
+    if error is None or isinstance(error, Ignore):
+        return None if fence.handed_on else "committed"
+    return "failed"
+
+
+def _with_id(sig: Any, task_id: str) -> Any:
+    """Return the signature inside *sig* that has this id; None if there is none."""
+    body = getattr(sig, "body", None)
+    inner = [body] if body is not None else getattr(sig, "tasks", None)
+    if inner:
+        found = (_with_id(each, task_id) for each in reversed(inner))
+        return next((each for each in found if each is not None), None)
+    return sig if sig.options.get("task_id") == task_id else None
+
+
+def _refuse_bypass(cls: type[FencedTask], app: Celery) -> None:
+    for each in cls.__mro__[: cls.__mro__.index(FencedTask)]:
+        if "backend" in vars(each):
+            raise ConfigurationError(
+                f"{cls.name}: a backend of its own would store what stale attempts report; "
+                f"remove backend=… and set result_backend",
+                setting="backend",
+            )
+        call = vars(each).get("__call__")
+        if call is not None and not _calls_super(call):
+            raise ConfigurationError(
+                f"{cls.name}: {each.__name__}.__call__ by-passes the fence; have it call "
+                f"super().__call__(*args, **kwargs)",
+                setting="__call__",
+            )
+    if app.conf.get("worker_deduplicate_successful_tasks"):
+        raise ConfigurationError(
+            "worker_deduplicate_successful_tasks sends callbacks of stale messages before any "
+            "fence; remove it: a fenced task is settled once anyway",
+            setting="worker_deduplicate_successful_tasks",
+        )
+    if app.conf.get("task_protocol") == 1:
+        raise ConfigurationError(
+            "task_protocol = 1 cannot carry stamps; remove the setting or set task_protocol = 2",
+            setting="task_protocol",
+        )
+
+
+def _calls_super(function: Any) -> bool:
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and "__call__" in code.co_names:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
