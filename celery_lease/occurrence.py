@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 
-__all__ = ["MisfirePolicy", "Occurrence", "run_id"]
+__all__ = [
+    "Decision",
+    "Misfire",
+    "MisfirePolicy",
+    "Missed",
+    "Occurrence",
+    "Run",
+    "RunState",
+    "Skipped",
+    "run_id",
+]
 
 #: Namespace of run ids. Part of the stored format: it must never change.
 _NAMESPACE = uuid.UUID("5a8e1c0e-6f0b-5d7c-9c55-0d5f3b1f4a9e")
@@ -54,3 +64,131 @@ def run_id(lease: str, entry: str, due_at: datetime) -> str:
     instant = due_at.astimezone(timezone.utc).isoformat(timespec="microseconds")
     # Lengths keep two names from running into each other.
     return str(uuid.uuid5(_NAMESPACE, f"{len(lease)}:{lease}{len(entry)}:{entry}{instant}"))
+
+
+class RunState(str, Enum):
+    """What the leader did about an occurrence. What became of it, the commits tell."""
+
+    #: To be sent: a crash or a broker that is away may lie between.
+    CLAIMED = "claimed"
+    #: The broker has the message.
+    PUBLISHED = "published"
+    #: A worker turned the attempt away: its epoch had passed.
+    REFUSED = "refused"
+    #: Not to be sent, with the reason.
+    SKIPPED = "skipped"
+    #: It could not be sent, or was sent too often, with the reason.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The ledger's record of one occurrence, as far as a leader acts on it."""
+
+    #: Its id, which is its Celery task id on every attempt.
+    id: str
+    #: Name of the entry.
+    entry: str
+    #: When it was planned for, in UTC.
+    due_at: datetime
+    #: Whether its task is fenced: only then is it known how it ended.
+    fenced: bool
+    #: How many times it was claimed.
+    attempt: int = 1
+    #: What was done about it last.
+    state: RunState = RunState.CLAIMED
+    #: The epoch and the term that it was claimed under; None for a new one.
+    epoch: int | None = None
+    term: str | None = None
+    #: When it was published last, by the database clock; None if it never was.
+    published_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missed:
+    """The occurrences of one entry that are due by now. In normal life: one."""
+
+    #: The oldest of them.
+    first: datetime
+    #: The newest of them, oldest first: as many as were asked for, at least one.
+    newest: tuple[datetime, ...]
+    #: How many there are; None where counting them all would take too long.
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Occurrences in a row that are not fired, which is recorded."""
+
+    #: The oldest of them.
+    first: datetime
+    #: The newest of them.
+    last: datetime
+    #: How many there are, where it is known.
+    count: int | None
+    #: Why they are not fired.
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to do with the occurrences that are due."""
+
+    #: The ones to fire, oldest first.
+    fire: tuple[datetime, ...]
+    #: The ones that go before them and are not fired.
+    skipped: Skipped | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfire:
+    """What one entry wants done with occurrences that are found late."""
+
+    #: Which of them to fire.
+    policy: MisfirePolicy
+    #: How many seconds late is still fine; None for no limit.
+    grace: float | None
+    #: How many of them ``all`` fires at most.
+    limit: int
+
+    @property
+    def wanted(self) -> int:
+        """How many of the newest occurrences a decision has to see."""
+        return self.limit if self.policy is MisfirePolicy.ALL else 1
+
+    def too_late(self, due_at: datetime, now: datetime) -> bool:
+        """Return whether an occurrence is later than the grace allows."""
+        return self.grace is not None and (now - due_at).total_seconds() > self.grace
+
+    def decide(self, missed: Missed, now: datetime) -> Decision:
+        """Return which occurrences to fire, and which to record as skipped.
+
+        Args:
+            missed: What is due, with at least the newest :attr:`wanted` of it.
+            now: The instant of the decision, aware.
+        """
+        candidates = missed.newest[-self.wanted :]
+        fire = tuple(each for each in candidates if not self.too_late(each, now))
+        if fire and fire[0] == missed.first:
+            return Decision(fire=fire)
+        return Decision(fire=fire, skipped=self._skipped(missed, candidates, fire))
+
+    def _skipped(
+        self, missed: Missed, candidates: tuple[datetime, ...], fire: tuple[datetime, ...]
+    ) -> Skipped:
+        older = [each for each in missed.newest if not fire or each < fire[0]]
+        late = len(fire) < len(candidates)
+        if late or self.policy is MisfirePolicy.SKIP:
+            reason = f"more than {self.grace:g} s late"
+        elif self.policy is MisfirePolicy.ALL:
+            reason = f"more than {self.limit} missed"
+        else:
+            reason = "a newer one was due"
+        return Skipped(
+            first=missed.first,
+            # Only the end of a long series is listed; where nothing of it is, its
+            # last one is not worth the search.
+            last=older[-1] if older else missed.first,
+            count=None if missed.count is None else missed.count - len(fire),
+            reason=reason,
+        )

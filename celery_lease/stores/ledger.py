@@ -1,0 +1,357 @@
+"""The ledger: every occurrence that was due, and what the leader did about it.
+
+What a leader writes is checked last, in the same transaction, against the lease and the
+fence: a deposed one changes nothing. A run goes from ``claimed`` to ``published``;
+``refused`` goes back to ``claimed`` under the current epoch. How it ended is read from
+the workers' commits, so nothing here can undo one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from celery_lease.lease import Term
+from celery_lease.occurrence import Run, RunState, Skipped, run_id
+from celery_lease.stores.dialects import Database, database_of, from_now, translated, utcnow
+from celery_lease.stores.entries import EntryState, store
+from celery_lease.stores.guarded import guarded
+from celery_lease.stores.schema import commit_table, run_table
+
+__all__ = ["SQLLedger"]
+
+#: No more ids than this go into one IN.
+CHUNK = 500
+
+
+class SQLLedger:
+    """The runs of one lease, over SQLAlchemy Core.
+
+    Every verb may raise StoreUnavailable, StoreContention or LeaseLost. After
+    StoreUnavailable its outcome may be unknown: what is in the ledger has to be
+    read again.
+
+    Args:
+        engine: The lease database.
+        idle: Seconds that the database waits for a commit after its last statement.
+    """
+
+    def __init__(self, engine: sa.Engine, *, idle: float = 5.0) -> None:
+        self.engine = engine
+        self.idle = idle
+
+    @property
+    def database(self) -> Database:
+        """What this kind of database does its own way."""
+        return database_of(self.engine.dialect)
+
+    # --- claim, publish, mark -----------------------------------------------------------
+
+    def claim(
+        self,
+        term: Term,
+        runs: Sequence[Run],
+        *,
+        skipped: Sequence[tuple[str, Skipped]] = (),
+        moved: Sequence[EntryState] = (),
+    ) -> set[str]:
+        """Claim runs, record what is skipped, and move the entries on, in one transaction.
+
+        Args:
+            term: The leader's term.
+            runs: New runs, to be sent once this has returned.
+            skipped: Names of entries, with occurrences of theirs that are not fired.
+            moved: The entries' new state.
+
+        Returns:
+            Ids that the ledger held before: those are not claimed again.
+        """
+        with guarded(self.engine, term, self.idle) as connection:
+            now = connection.execute(sa.select(utcnow())).scalar_one()
+            rows = [_claim_row(term, each, now) for each in runs]
+            insert = self.database.insert_ignore(run_table)
+            known: set[str] = set()
+            if rows and connection.execute(insert, rows).rowcount != len(rows):
+                known = {each.id for each in runs} - self._claimed(connection, term, runs, now)
+            if skipped:
+                lines = [_skip_row(term, name, each, now) for name, each in skipped]
+                connection.execute(insert, lines)
+            store(connection, term, moved)
+        return known
+
+    def mark(self, term: Term, ids: Sequence[str]) -> int:
+        """Mark runs as published, where they are still claimed by exactly this term.
+
+        Returns:
+            How many were marked: a worker may have refused one in the meantime.
+        """
+        marked = 0
+        with translated(self.engine), self.engine.begin() as connection:
+            for chunk in _chunks(ids):
+                marked += connection.execute(
+                    sa.update(run_table)
+                    .where(
+                        run_table.c.id.in_(chunk),
+                        run_table.c.state == RunState.CLAIMED,
+                        *_under(term),
+                    )
+                    .values(
+                        state=RunState.PUBLISHED,
+                        published_at=utcnow(),
+                        # Of a plain task nothing more will be known.
+                        open=run_table.c.fenced,
+                    )
+                ).rowcount
+        return marked
+
+    # --- recovery -----------------------------------------------------------------------
+
+    def to_recover(self, term: Term, *, limit: int, own: bool) -> list[Run]:
+        """Return runs that wait to be sent again: claimed and left, or refused.
+
+        Args:
+            term: The leader's term.
+            limit: At most so many, oldest first.
+            own: Whether runs that are claimed under this very term count as left.
+        """
+        waiting = run_table.c.state.in_([RunState.CLAIMED, RunState.REFUSED])
+        if not own:
+            waiting &= sa.not_(sa.and_(run_table.c.state == RunState.CLAIMED, *_under(term)))
+        return self._open_runs(term.name, waiting, limit=limit)
+
+    def unsettled(
+        self,
+        term: Term,
+        *,
+        age: float,
+        limit: int,
+        entries: Sequence[str] | None = None,
+    ) -> list[Run]:
+        """Return fenced runs that were published long ago and are not settled.
+
+        Args:
+            term: The leader's term.
+            age: Seconds since they were published, at least.
+            limit: At most so many, oldest first.
+            entries: Of these entries, under whatever epoch; None for runs of every
+                entry that were published under an older epoch.
+        """
+        found = sa.and_(
+            run_table.c.state == RunState.PUBLISHED, run_table.c.published_at < from_now(-age)
+        )
+        if entries is None:
+            found &= run_table.c.epoch < term.epoch
+        else:
+            found &= run_table.c.entry.in_(entries)
+        return self._open_runs(term.name, found, limit=limit)
+
+    def reclaim(self, term: Term, runs: Sequence[Run]) -> set[str]:
+        """Claim runs again under this term, each where it is still as it was read.
+
+        Returns:
+            Ids of those that are this term's now.
+        """
+        if not runs:
+            return set()
+        bind = sa.bindparam
+        statement = (
+            sa.update(run_table)
+            .where(
+                run_table.c.id == bind("run"),
+                run_table.c.state == bind("was"),
+                run_table.c.epoch == bind("old_epoch"),
+                run_table.c.term == bind("old_term"),
+                run_table.c.attempt == bind("old_attempt"),
+            )
+            .values(
+                epoch=term.epoch,
+                term=term.uuid,
+                attempt=run_table.c.attempt + 1,
+                fenced=bind("is_fenced"),
+                state=RunState.CLAIMED,
+                open=True,
+                claimed_at=bind("now"),
+            )
+        )
+        with guarded(self.engine, term, self.idle) as connection:
+            now = connection.execute(sa.select(utcnow())).scalar_one()
+            connection.execute(statement, [{**_as_read(each), "now": now} for each in runs])
+            return self._claimed(connection, term, runs, now)
+
+    def end(self, term: Term, runs: Sequence[Run], state: RunState, reason: str) -> None:
+        """End runs: ``skipped``, or ``failed``, which settles them.
+
+        Args:
+            term: The leader's term.
+            runs: The runs as they were read, or as this term claimed them.
+            state: SKIPPED or FAILED.
+            reason: Why, in words.
+        """
+        ended = sa.and_(
+            run_table.c.id.in_([each.id for each in runs]), run_table.c.open.is_(sa.true())
+        )
+        commits = [
+            {
+                "task_id": each.id,
+                "lease": term.name,
+                "epoch": term.epoch,
+                "term": term.uuid,
+                "execution": str(uuid.uuid4()),
+                "outcome": "failed",
+            }
+            for each in runs
+        ]
+        with guarded(self.engine, term, self.idle) as connection:
+            connection.execute(
+                sa.update(run_table)
+                .where(ended)
+                .values(state=state, open=False, reason=reason[:255])
+            )
+            if state is RunState.FAILED:
+                insert = self.database.insert_ignore(commit_table).values(at=utcnow())
+                connection.execute(insert, commits)
+
+    def close_settled(self, term: Term, *, limit: int) -> int:
+        """Take settled runs out of what recovery looks at; return how many."""
+        settled = (
+            sa.select(run_table.c.id)
+            .join(commit_table, commit_table.c.task_id == run_table.c.id)
+            .where(run_table.c.lease == term.name, run_table.c.open.is_(sa.true()))
+            .limit(limit)
+        )
+        with translated(self.engine), self.engine.begin() as connection:
+            ids = list(connection.execute(settled).scalars())
+            for chunk in _chunks(ids):
+                connection.execute(
+                    sa.update(run_table).where(run_table.c.id.in_(chunk)).values(open=False)
+                )
+        return len(ids)
+
+    def running(self, lease: str, entries: Sequence[str]) -> dict[str, datetime]:
+        """Return since when entries have a fenced run that is not settled, by entry."""
+        since: dict[str, datetime] = {}
+        for chunk in _chunks(entries):
+            query = _OPEN.where(
+                run_table.c.lease == lease,
+                run_table.c.open.is_(sa.true()),
+                run_table.c.entry.in_(chunk),
+                commit_table.c.task_id.is_(None),
+            )
+            with translated(self.engine), self.engine.connect() as connection:
+                for row in connection.execute(query):
+                    known = since.get(row.entry)
+                    since[row.entry] = min(known, row.claimed_at) if known else row.claimed_at
+        return since
+
+    # --- inside -------------------------------------------------------------------------
+
+    def _open_runs(self, lease: str, condition: Any, *, limit: int) -> list[Run]:
+        query = (
+            _OPEN.where(
+                run_table.c.lease == lease,
+                run_table.c.open.is_(sa.true()),
+                commit_table.c.task_id.is_(None),
+                condition,
+            )
+            .order_by(run_table.c.claimed_at)
+            .limit(limit)
+        )
+        with translated(self.engine), self.engine.connect() as connection:
+            return [_run(row) for row in connection.execute(query)]
+
+    def _claimed(
+        self, connection: sa.Connection, term: Term, runs: Sequence[Run], now: datetime
+    ) -> set[str]:
+        """Return which of *runs* this very transaction claimed."""
+        found: set[str] = set()
+        for chunk in _chunks([each.id for each in runs]):
+            found.update(
+                connection.execute(
+                    sa.select(run_table.c.id).where(
+                        run_table.c.id.in_(chunk),
+                        run_table.c.claimed_at == now,
+                        run_table.c.state == RunState.CLAIMED,
+                        *_under(term),
+                    )
+                ).scalars()
+            )
+        return found
+
+
+#: Runs beside their commit, if there is one.
+_OPEN = sa.select(run_table).outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
+
+
+def _under(term: Term) -> list[sa.ColumnElement[bool]]:
+    return [run_table.c.epoch == term.epoch, run_table.c.term == term.uuid]
+
+
+def _chunks(ids: Sequence[str]) -> Iterable[Sequence[str]]:
+    return (ids[at : at + CHUNK] for at in range(0, len(ids), CHUNK))
+
+
+def _as_read(run: Run) -> dict[str, Any]:
+    return {
+        "run": run.id,
+        "was": run.state,
+        "old_epoch": run.epoch,
+        "old_term": run.term,
+        "old_attempt": run.attempt,
+        "is_fenced": run.fenced,
+    }
+
+
+def _claim_row(term: Term, run: Run, now: datetime) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "lease": term.name,
+        "entry": run.entry,
+        "due_at": run.due_at,
+        "epoch": term.epoch,
+        "term": term.uuid,
+        "attempt": run.attempt,
+        "fenced": run.fenced,
+        "state": RunState.CLAIMED,
+        "open": True,
+        "claimed_at": now,
+        "reason": None,
+        "skipped": None,
+        "skipped_until": None,
+    }
+
+
+def _skip_row(term: Term, name: str, skipped: Skipped, now: datetime) -> dict[str, Any]:
+    return {
+        "id": run_id(term.name, name, skipped.first),
+        "lease": term.name,
+        "entry": name,
+        "due_at": skipped.first,
+        "epoch": term.epoch,
+        "term": term.uuid,
+        "attempt": 0,
+        "fenced": False,
+        "state": RunState.SKIPPED,
+        "open": False,
+        "claimed_at": now,
+        "reason": skipped.reason,
+        "skipped": skipped.count,
+        "skipped_until": skipped.last,
+    }
+
+
+def _run(row: Any) -> Run:
+    return Run(
+        id=row.id,
+        entry=row.entry,
+        due_at=row.due_at,
+        fenced=row.fenced,
+        attempt=row.attempt,
+        state=RunState(row.state),
+        epoch=row.epoch,
+        term=row.term,
+        published_at=row.published_at,
+    )
