@@ -38,6 +38,9 @@ from celery_lease.stores.base import LeaseStore, Raised, Renewal
 
 __all__ = ["Action", "Elector", "Transition"]
 
+#: Seconds that closing waits for a renewal that is under way.
+_FAREWELL = 2.0
+
 
 class Action(str, Enum):
     """What happened to a lease, as seen by one process."""
@@ -98,7 +101,6 @@ class _Tenure:
         self.renewed_at = sent_at
         self.trusted_until = trusted_until
         self.over = threading.Event()
-        self.thread: threading.Thread | None = None
 
 
 class Elector:
@@ -131,6 +133,7 @@ class Elector:
         self.seen: Lease | None = None
         self._observe = observe
         self._tenure: _Tenure | None = None
+        self._thread: threading.Thread | None = None
         self._ending = threading.Lock()
         self._wake = threading.Event()
         self._expected = self.clock.now()
@@ -236,8 +239,10 @@ class Elector:
         tenure = self._tenure
         self._wake.set()
         if tenure is None:
+            self._join()
             return
         self._retire(tenure)
+        self._join()
         try:
             released = self.store.release(tenure.term)
         except StoreError as error:
@@ -332,10 +337,16 @@ class Elector:
     # --- renewing -----------------------------------------------------------------------
 
     def _start(self, tenure: _Tenure) -> None:
-        tenure.thread = threading.Thread(
+        self._thread = threading.Thread(
             target=self._keep, args=(tenure,), name=f"lease-{tenure.term.epoch}", daemon=True
         )
-        tenure.thread.start()
+        self._thread.start()
+
+    def _join(self) -> None:
+        """Wait a moment for the last renewing thread, so that it leaves no connection open."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_FAREWELL)
 
     def _keep(self, tenure: _Tenure) -> None:
         delay = self.settings.renew_interval

@@ -1,0 +1,128 @@
+"""Leader election for anything: the lease and the guard without beat or tasks."""
+
+import threading
+
+import pytest
+import sqlalchemy as sa
+
+from celery_lease import ConfigurationError, LeaderElection, LeaseLost, MissingFence, StaleEpoch
+from celery_lease.stores.leases import SQLLeaseStore
+
+
+@pytest.fixture
+def target(database_url):
+    """An engine on the lease database, with one guarded table."""
+    engine = sa.create_engine(database_url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE resource (writer VARCHAR(20), epoch BIGINT)"))
+    yield engine
+    engine.dispose()
+
+
+def writes(engine):
+    """Return what the guarded table took, oldest first."""
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(sa.text("SELECT * FROM resource"))]
+
+
+def write(leadership, engine, writer):
+    """Write one row under the guard."""
+    with leadership.transaction(engine) as connection:
+        connection.execute(
+            sa.text("INSERT INTO resource VALUES (:writer, :epoch)"),
+            {"writer": writer, "epoch": leadership.epoch},
+        )
+
+
+def depose(url, name):
+    """End the current term as an administrator would."""
+    store = SQLLeaseStore(url)
+    store.raise_epoch(name, store.read(name).epoch + 1)
+    store.dispose()
+
+
+def test_a_leader_writes_under_its_epoch_and_releases_at_the_end(database_url, target):
+    """The block is the term: whoever comes next need not wait for an expiry."""
+    for epoch in (1, 2):
+        with LeaderElection(database_url, "janitor").lead(timeout=10) as leadership:
+            assert leadership.trusted
+            assert leadership.epoch == epoch
+            write(leadership, target, "janitor")
+        assert not leadership.trusted
+
+    assert writes(target) == [("janitor", 1), ("janitor", 2)]
+
+
+def test_the_write_of_a_deposed_leader_is_refused(database_url, target):
+    """It may still believe in its lease: the transaction is what finds out."""
+    with LeaderElection(database_url, "janitor", ttl=60).lead(timeout=10) as first:
+        write(first, target, "first")
+        depose(database_url, "janitor")
+        with LeaderElection(database_url, "janitor").lead(timeout=10) as second:
+            write(second, target, "second")
+            with pytest.raises(StaleEpoch) as refused:
+                write(first, target, "first, late")
+
+    assert refused.value.epoch == 1
+    assert refused.value.current_epoch == second.epoch
+    assert writes(target) == [("first", 1), ("second", second.epoch)]
+
+
+def test_somebody_elses_lease_is_waited_for_no_longer_than_asked(database_url):
+    """A controller may have better things to do than to stand by."""
+    election = LeaderElection(database_url, "janitor", ttl=60)
+    impatient = LeaderElection(database_url, "janitor").lead(timeout=0.2)
+    with election.lead(timeout=10), pytest.raises(TimeoutError), impatient:
+        pytest.fail("two leaders")
+
+
+def test_callbacks_tell_when_leading_begins_and_ends(database_url):
+    """The end is told once, although it is noticed in more than one place."""
+    told = []
+    ended = threading.Event()
+    election = LeaderElection(
+        database_url,
+        "janitor",
+        ttl=1.0,
+        on_started_leading=lambda leadership: told.append(leadership.epoch),
+        on_stopped_leading=lambda: (told.append("stopped"), ended.set()),
+    )
+
+    with election.lead(timeout=10) as leadership:
+        depose(database_url, "janitor")
+        assert ended.wait(10), "the renewal finds out"
+        with pytest.raises(LeaseLost):
+            leadership.check()
+
+    assert told == [1, "stopped"]
+
+
+def test_a_body_that_hangs_does_not_keep_the_lease(database_url):
+    """With a stall timeout, renewing stops when check() has not been called in time."""
+    election = LeaderElection(database_url, "janitor", ttl=1.0, stall_timeout=0.2)
+    other = LeaderElection(database_url, "janitor")
+    with election.lead(timeout=10), other.lead(timeout=20) as second:
+        assert second.epoch == 2
+
+
+def test_a_target_in_another_database_is_refused(database_url, tmp_path):
+    """A guard in the wrong database would guard nothing."""
+    other = sa.create_engine(f"sqlite:///{tmp_path}/other.sqlite3")
+    with other.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE resource (writer VARCHAR(20), epoch BIGINT)"))
+
+    election = LeaderElection(database_url, "janitor")
+    with (
+        election.lead(timeout=10) as leadership,
+        pytest.raises(MissingFence, match="beat_lease_url"),
+    ):
+        write(leadership, other, "astray")
+
+    assert writes(other) == []
+    other.dispose()
+
+
+def test_impossible_durations_are_refused_at_once(database_url):
+    """Nobody should find out at three in the morning."""
+    with pytest.raises(ConfigurationError, match="renew_interval"):
+        LeaderElection(database_url, "janitor", ttl=3, renew_interval=2)
