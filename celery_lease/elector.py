@@ -19,6 +19,10 @@ Renewing happens on a thread, so that a slow publish does not lose the lease, an
 when the loop is overdue by ``stall_timeout``, so that a hung beat does not keep it. Each
 term has a thread and a state of its own: a thread that wakes up late can end its own
 term and no other.
+
+A term that finds its epoch granted to another, or meets a larger epoch while it is
+trusted, ends by conflict: this process stays standby until the lease shows an epoch
+above its own.
 """
 
 from __future__ import annotations
@@ -40,6 +44,9 @@ __all__ = ["Action", "Elector", "Transition"]
 
 #: Seconds that closing waits for a renewal that is under way.
 _FAREWELL = 2.0
+
+#: Seconds that a release may take: a lease that is not released expires.
+_RELEASE = 10.0
 
 
 class Action(str, Enum):
@@ -94,12 +101,14 @@ class Transition:
 
 
 class _Tenure:
-    """A term in this process: how long it is trusted, and whether it is over."""
+    """A term in this process: how long it is trusted, whether it leads, whether it is over."""
 
     def __init__(self, term: Term, sent_at: float, trusted_until: float) -> None:
         self.term = term
         self.renewed_at = sent_at
         self.trusted_until = trusted_until
+        self.fenced = False
+        self.stalled = False
         self.over = threading.Event()
 
 
@@ -138,7 +147,6 @@ class Elector:
         self._wake = threading.Event()
         self._expected = self.clock.now()
         self._conflict: int | None = None
-        self._stalled = False
 
     # --- asking -------------------------------------------------------------------------
 
@@ -151,9 +159,8 @@ class Elector:
     def term(self) -> Term | None:
         """The term, while it may be trusted."""
         tenure = self._tenure
-        if tenure is None or not self._trusts(tenure):
-            return None
-        return tenure.term
+        leads = tenure is not None and tenure.fenced and self._trusts(tenure)
+        return tenure.term if tenure is not None and leads else None
 
     @property
     def trust_left(self) -> float:
@@ -168,9 +175,9 @@ class Elector:
             LeaseLost: There is no term, or it may not be trusted any more.
         """
         tenure = self._tenure
-        if tenure is not None and self._trusts(tenure):
+        if tenure is not None and tenure.fenced and self._trusts(tenure):
             return tenure.term
-        if tenure is not None:
+        if tenure is not None and not self._trusts(tenure):
             self._end(tenure, Action.LOST, "its trust window closed")
         raise LeaseLost(
             f"the lease {self.settings.name!r} is not held by {self.holder}",
@@ -210,7 +217,7 @@ class Elector:
         """
         if self.leading:
             return True
-        self._end_expired()
+        self._end_unfinished()
         self.progress(self.settings.ttl)
         try:
             if not self._may_campaign():
@@ -220,6 +227,7 @@ class Elector:
                 self.settings.name, self.holder, self.settings.ttl, str(uuid.uuid4())
             )
         except StoreError as error:
+            self.seen = None
             self._tell(Action.UNAVAILABLE, reason=str(error))
             return False
         if isinstance(answer, Lease):
@@ -235,25 +243,32 @@ class Elector:
             self._end(tenure, Action.LOST, reason)
 
     def close(self) -> None:
-        """Release the lease, stop the thread. Safe to call again; the store's waits bound it."""
+        """Release the lease and stop the thread. Safe to call again; bounded in time."""
         tenure = self._tenure
         self._wake.set()
-        if tenure is None:
-            self._join()
-            return
-        self._retire(tenure)
+        if tenure is not None and self._retire(tenure):
+            # On a thread: a database that takes a statement and says nothing has no end.
+            release = threading.Thread(
+                target=self._release, args=(tenure.term,), name="lease-release", daemon=True
+            )
+            release.start()
+            release.join(min(_RELEASE, self.settings.ttl))
+            if release.is_alive():
+                late = "not released in time; it expires"
+                self._tell(Action.LOST, epoch=tenure.term.epoch, reason=late)
         self._join()
+
+    def _release(self, term: Term) -> None:
         try:
-            released = self.store.release(tenure.term)
+            released = self.store.release(term)
         except StoreError as error:
-            self._tell(Action.LOST, epoch=tenure.term.epoch, reason=f"not released: {error}")
+            self._tell(Action.LOST, epoch=term.epoch, reason=f"not released: {error}")
             return
         if released:
-            self._tell(Action.RELEASED, epoch=tenure.term.epoch)
+            self._tell(Action.RELEASED, epoch=term.epoch)
         else:
-            self._tell(
-                Action.LOST, epoch=tenure.term.epoch, reason="it was over before it was released"
-            )
+            over = "it was over before it was released"
+            self._tell(Action.LOST, epoch=term.epoch, reason=over)
 
     # --- taking over --------------------------------------------------------------------
 
@@ -264,6 +279,8 @@ class Elector:
         lease = self.store.read(self.settings.name)
         if lease is None or lease.epoch <= self._conflict:
             self.seen = lease
+            why = f"until the lease shows an epoch above {self._conflict}"
+            self._tell(Action.STANDING_BY, lease=lease, epoch=self._conflict, reason=why)
             return False
         self._conflict = None
         return True
@@ -271,18 +288,23 @@ class Elector:
     def _take_over(self, term: Term, sent_at: float) -> bool:
         tenure = _Tenure(term, sent_at, self._trusted_until(sent_at))
         if not self._trusts(tenure):
-            self._give_back(term, "the grant arrived after its trust window had closed")
+            late = "the grant arrived after its trust window had closed"
+            self._tell(Action.LOST, epoch=term.epoch, reason=late)
+            self._give_back(term)
             return False
         try:
             if not self._jump_if_behind(tenure):
                 return False
         except StoreError as error:
-            self._give_back(term, str(error))
+            self._tell(Action.LOST, epoch=term.epoch, reason=str(error))
+            self._give_back(tenure.term)
             return False
+        # From here on close() releases it: a signal may end the process while the fence waits.
+        self._tenure = tenure
         self._start(tenure)
         if not self._raise_fence(tenure):
             return False
-        self._tenure = tenure
+        tenure.fenced = True
         self._tell(
             Action.ACQUIRED,
             epoch=tenure.term.epoch,
@@ -293,19 +315,20 @@ class Elector:
 
     def _jump_if_behind(self, tenure: _Tenure) -> bool:
         term = tenure.term
+        shown = term.epoch - 1 if term.previous_epoch is None else term.previous_epoch
         floor = self.store.floor(term)
-        if floor < term.epoch:
-            return True
-        jumped = self.store.jump(term, floor)
-        if jumped is None:
-            self._tell(Action.LOST, epoch=term.epoch, reason="it was over before it began")
-            return False
-        tenure.term = jumped
-        self._tell(
-            Action.JUMPED,
-            epoch=jumped.epoch,
-            reason=f"epoch {floor} was in use already, the lease row said {term.epoch - 1}",
-        )
+        if floor >= term.epoch:
+            jumped = self.store.jump(term, floor)
+            if jumped is None:
+                self._tell(Action.LOST, epoch=term.epoch, reason="it was over before it began")
+                return False
+            tenure.term = jumped
+        if tenure.term.epoch > shown + 1:
+            self._tell(
+                Action.JUMPED,
+                epoch=tenure.term.epoch,
+                reason=f"the lease row said {shown}, and later epochs were in use",
+            )
         return True
 
     def _raise_fence(self, tenure: _Tenure) -> bool:
@@ -327,8 +350,7 @@ class Elector:
         self._end(tenure, Action.LOST, "the fence could not be raised in time")
         return False
 
-    def _give_back(self, term: Term, reason: str) -> None:
-        self._tell(Action.LOST, epoch=term.epoch, reason=reason)
+    def _give_back(self, term: Term) -> None:
         try:
             self.store.release(term)
         except StoreError:
@@ -351,17 +373,21 @@ class Elector:
     def _keep(self, tenure: _Tenure) -> None:
         delay = self.settings.renew_interval
         while not tenure.over.wait(delay):
-            if not self._trusts(tenure):
-                self._end(tenure, Action.LOST, "its trust window closed")
-                return
-            delay = self._pause(tenure) if self._overdue(tenure) else self._renew(tenure)
+            delay = self._step(tenure)
+
+    def _step(self, tenure: _Tenure) -> float:
+        """Do what the renewing thread has to do now; return seconds until it has to again."""
+        if not self._trusts(tenure):
+            self._end(tenure, Action.LOST, "its trust window closed")
+            return 0.0
+        return self._pause(tenure) if self._overdue(tenure) else self._renew(tenure)
 
     def _overdue(self, tenure: _Tenure) -> bool:
         """Whether the loop is late by more than the stall timeout."""
         late = self.clock.now() - self._expected
         stalled = late > self.settings.stall_timeout
-        if stalled != self._stalled:
-            self._stalled = stalled
+        if stalled != tenure.stalled:
+            tenure.stalled = stalled
             action = Action.STALLED if stalled else Action.RESUMED
             self._tell(action, epoch=tenure.term.epoch, seconds=max(0.0, late))
         return stalled
@@ -421,32 +447,40 @@ class Elector:
 
     # --- ending -------------------------------------------------------------------------
 
-    def _end_expired(self) -> None:
+    def _end_unfinished(self) -> None:
+        """Before a campaign: end a term that is not trusted any more, or never came to lead."""
         tenure = self._tenure
-        if tenure is not None and not self._trusts(tenure):
+        if tenure is None:
+            return
+        if not self._trusts(tenure):
             self._end(tenure, Action.LOST, "its trust window closed")
+        else:
+            self._end(tenure, Action.LOST, "its takeover was broken off")
+            self._give_back(tenure.term)
 
     def _end(self, tenure: _Tenure, action: Action, reason: str) -> None:
         """End a term once, whoever notices first, and say so."""
-        if not self._retire(tenure):
+        conflict = action is Action.CONFLICT
+        if not self._retire(tenure, conflict=conflict):
             return
         self._tell(action, epoch=tenure.term.epoch, reason=reason)
-        if action is Action.CONFLICT:
-            self._conflict = tenure.term.epoch
+        if conflict:
             try:
                 self.store.end_by_conflict(tenure.term)
             except StoreError as error:
                 self._tell(Action.UNAVAILABLE, reason=str(error))
 
-    def _retire(self, tenure: _Tenure) -> bool:
+    def _retire(self, tenure: _Tenure, *, conflict: bool = False) -> bool:
         """Stop a term's thread and forget the term; False where that was done before."""
         with self._ending:
             if tenure.over.is_set():
                 return False
+            if conflict:
+                # Before anybody is woken up who would campaign.
+                self._conflict = tenure.term.epoch
             tenure.over.set()
             if self._tenure is tenure:
                 self._tenure = None
-        self._stalled = False
         self._wake.set()
         return True
 

@@ -55,8 +55,10 @@ class Term:
     holder: str
     #: When it was granted, by the database clock, in UTC.
     acquired_at: datetime
-    #: The epoch that went before, where a takeover followed one.
+    #: Who held it at the time of the grant, expired; None where it was free, or not known.
     previous_holder: str | None = None
+    #: The epoch that the lease showed before the grant; None where it is not known.
+    previous_epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,8 @@ class LeaseStore(Protocol):
         """Free the lease if it is exactly this term's, keeping row, epoch and term.
 
         Returns:
-            False where it was not: a late release cannot end a newer term.
+            False where it was not: a late release cannot end a newer term. Where the
+            answer was lost, it is tried again and the row is asked.
         """
 
     def raise_fence(self, term: Term) -> Raised:
