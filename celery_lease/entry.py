@@ -1,0 +1,106 @@
+"""One entry of the schedule, and what it wants that a stock entry cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar
+
+from celery.beat import ScheduleEntry
+
+from celery_lease.errors import ConfigurationError
+from celery_lease.occurrence import Misfire, MisfirePolicy
+from celery_lease.settings import Settings, duration, misfire_policy
+
+__all__ = ["PLAIN", "LeasedEntry", "Wishes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What an entry asks for; None where it leaves it to the settings. Seconds.
+
+    Raises:
+        ConfigurationError: A value cannot be; the message names entry and key.
+    """
+
+    #: Which of the occurrences that were found late to fire.
+    misfire: MisfirePolicy | None = None
+    #: How late is still fine.
+    grace: float | None = None
+    #: Whether an occurrence may be sent while the one before is not settled.
+    overlap: bool = True
+    #: After how long an unsettled one does not count any more: its message may be lost.
+    overlap_timeout: float = 3600.0
+    #: Whether the task is fenced, for tasks that beat does not import.
+    fenced: bool | None = None
+    #: After how long an unsettled one is sent again, even under the same epoch.
+    retry_lost_after: float | None = None
+
+    @classmethod
+    def read(cls, entry: str, given: Mapping[str, Any]) -> Wishes:
+        """Read the keys of an entry in ``beat_schedule``."""
+        values: dict[str, Any] = {}
+        for key, value in given.items():
+            setting = f"beat_schedule[{entry!r}][{key!r}]"
+            if key in ("overlap", "fenced"):
+                if not isinstance(value, bool):
+                    raise ConfigurationError(
+                        f"{setting} = {value!r} is not True or False", setting=setting
+                    )
+                values[key] = value
+            elif key == "misfire":
+                values[key] = misfire_policy(setting, value)
+            else:
+                values[key] = duration(setting, value)
+                if values[key] < 0:
+                    raise ConfigurationError(
+                        f"{setting} = {value!r} is negative; give seconds, 0 or more",
+                        setting=setting,
+                    )
+        return cls(**values)
+
+    def on_misfire(self, settings: Settings) -> Misfire:
+        """Return what to do with late occurrences, the settings filled in."""
+        policy = self.misfire or settings.misfire
+        grace = self.grace if self.grace is not None else settings.grace
+        if policy is MisfirePolicy.SKIP and grace is None:
+            # "Skip what is late" needs a "late": a takeover alone must not skip anything.
+            grace = settings.ttl + settings.retry_interval
+        return Misfire(policy=policy, grace=grace, limit=settings.catch_up_limit)
+
+
+#: Of an entry that asks for nothing: one for all of them.
+PLAIN = Wishes()
+
+_KEYS = tuple(Wishes.__dataclass_fields__)
+
+
+class LeasedEntry(ScheduleEntry):
+    """A schedule entry with wishes, whose ``last_run_at`` is the occurrence's due time."""
+
+    #: How many times entries were updated in place, in this process: one more reason
+    #: to look at a schedule again.
+    updates: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        name: str | None = None,
+        task: str | None = None,
+        last_run_at: datetime | None = None,
+        *args: Any,
+        wishes: Wishes | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {
+            key: kwargs.pop(key) for key in _KEYS if kwargs.get(key) is not None or key in kwargs
+        }
+        given = {key: value for key, value in given.items() if value is not None}
+        super().__init__(name, task, last_run_at, *args, **kwargs)
+        self.wishes = Wishes.read(name or "", given) if given else wishes or PLAIN
+
+    def update(self, other: ScheduleEntry) -> None:
+        """Take over what can be edited from another entry."""
+        super().update(other)
+        self.wishes = getattr(other, "wishes", PLAIN)
+        LeasedEntry.updates += 1

@@ -1,0 +1,170 @@
+"""The broker's side: messages go out in flushes, and every wait has an end.
+
+With kombu 5.7 a flush on Redis is one pipeline. On RabbitMQ the messages of a flush
+are confirmed together at its end. Elsewhere each message goes out at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from kombu import exceptions
+
+__all__ = ["FLUSH", "Publisher", "Undelivered"]
+
+#: Messages in one flush. A leader that hangs in a flush sends it late: it stays small.
+FLUSH = 100
+
+_UNCERTAIN: tuple[type[BaseException], ...] = tuple(
+    getattr(exceptions, each)
+    for each in ("OperationalError", "BatchPublishError")  # the second is new in 5.7
+    if hasattr(exceptions, each)
+)
+
+
+class Undelivered(Exception):
+    """A flush failed; which of its messages the broker has is not known."""
+
+    def __init__(self, message: str, *, suspicious: bool) -> None:
+        super().__init__(message)
+        #: Whether the broker turned something away, so that one message may be to blame.
+        self.suspicious = suspicious
+
+
+class Publisher:
+    """One connection to the broker, made when it is needed and dropped when it fails.
+
+    Args:
+        connect: Returns a new connection, given transport options of ours.
+        producer_class: The scheduler's class of producers.
+        timeout: Seconds that connecting, sending and confirming may each take.
+    """
+
+    def __init__(
+        self, connect: Callable[[dict[str, Any]], Any], producer_class: Any, *, timeout: float
+    ) -> None:
+        self._connect = connect
+        self._producer_class = producer_class
+        self._timeout = timeout
+        self._producer: Any = None
+        self._confirms: _Confirms | None = None
+
+    @contextmanager
+    def flush(self) -> Iterator[Any]:
+        """Yield a producer. Leaving the block means that the broker has the messages.
+
+        Raises:
+            Undelivered: It may have all of them, some, or none.
+        """
+        try:
+            producer = self._ready()
+            with producer.batch(FLUSH) if hasattr(producer, "batch") else nullcontext():
+                yield producer
+            if self._confirms is not None:
+                self._confirms.wait(self._timeout)
+        except Exception as error:
+            if not self.is_delivery(error):
+                raise
+            suspicious = self._producer is not None and _blames(self._producer, error)
+            self.close()
+            raise Undelivered(f"{type(error).__name__}: {error}", suspicious=suspicious) from error
+
+    def is_delivery(self, error: BaseException) -> bool:
+        """Return whether *error* is about reaching the broker, and not about a message."""
+        if isinstance(error, (*_UNCERTAIN, OSError)):
+            return True
+        if self._producer is None or isinstance(error, KeyError):
+            # kombu counts KeyError among Redis's connection errors; an unknown queue is one.
+            return False
+        connection = self._producer.connection
+        return isinstance(error, (*connection.connection_errors, *connection.channel_errors))
+
+    def close(self) -> None:
+        """Drop the connection."""
+        producer, self._producer, self._confirms = self._producer, None, None
+        if producer is not None:
+            # collect() and not release(): a connection that hangs must not hang us.
+            producer.connection.collect(self._timeout)
+
+    def _ready(self) -> Any:
+        if self._producer is None:
+            connection = self._connect(self._options())
+            retries = max(1, len(connection.alt))
+            connection.ensure_connection(
+                max_retries=retries, interval_start=0, interval_step=0, timeout=self._timeout
+            )
+            self._producer = self._producer_class(connection, auto_declare=False)
+            if connection.transport.driver_type == "amqp":
+                self._confirms = _Confirms(self._producer.channel)
+        return self._producer
+
+    def _options(self) -> dict[str, Any]:
+        """Return transport options that give each wait an end, where the transport has them."""
+        probe = self._connect({})
+        driver, given = probe.transport.driver_type, probe.transport_options
+        names: tuple[str, ...] = ()
+        options: dict[str, Any] = {}
+        if driver == "redis":
+            # redis-py waits for ever by default, whatever socket.setdefaulttimeout() says.
+            names = ("socket_timeout", "socket_connect_timeout")
+        elif driver == "amqp":
+            names = ("read_timeout", "write_timeout")
+            options["confirm_publish"] = False  # confirmed by the flush, not one by one
+        return {**{each: self._timeout for each in names if each not in given}, **options}
+
+
+class _Confirms:
+    """The publisher confirms of one AMQP channel, waited for once a flush."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._waiting: set[int] = set()
+        self._tag = 0
+        self._nacked = 0
+        channel.events["basic_ack"].add(self._acknowledged)
+        channel.events["basic_nack"].add(self._refused)
+        channel.confirm_select()
+        self._publish = channel.basic_publish
+        channel.basic_publish = self._counted
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the broker has answered for every message.
+
+        Raises:
+            OSError: It did not in time, or it refused one.
+        """
+        end = time.monotonic() + timeout
+        while self._waiting:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{len(self._waiting)} messages were not confirmed")
+            self._channel.connection.drain_events(timeout=left)
+        nacked, self._nacked = self._nacked, 0
+        if nacked:
+            raise OSError(f"the broker refused {nacked} messages")
+
+    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+        self._tag += 1
+        self._waiting.add(self._tag)
+        return self._publish(*args, **kwargs)
+
+    def _acknowledged(self, tag: int, multiple: bool) -> None:
+        if multiple:
+            self._waiting = {each for each in self._waiting if each > tag}
+        else:
+            self._waiting.discard(tag)
+
+    def _refused(self, tag: int, multiple: bool) -> None:
+        before = len(self._waiting)
+        self._acknowledged(tag, multiple)
+        self._nacked += before - len(self._waiting)
+
+
+def _blames(producer: Any, error: BaseException) -> bool:
+    connection = producer.connection
+    lost = (*_UNCERTAIN, OSError, *connection.connection_errors)
+    cause = error.__cause__ if isinstance(error, _UNCERTAIN) else error
+    return isinstance(cause, connection.channel_errors) and not isinstance(cause, lost)
