@@ -188,7 +188,7 @@ class GuardedBackend:
             if isinstance(error, AlreadySettled) and not self._has_result(request.id):
                 # The process died between its commit and its result.
                 return None
-            refuse(self._task, request, error, outcome)
+            refuse(self._task, request, stamp.epoch, error, outcome)
             if isinstance(error, StaleEpoch):
                 mark_refused(fences, ticket)
             return error

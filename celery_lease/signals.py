@@ -35,9 +35,21 @@ lease_lost = Signal(name="lease_lost", providing_args=["name", "epoch", "holder"
 #: A beat let go of its lease. Sent with ``name``, ``epoch`` and ``holder``.
 lease_released = Signal(name="lease_released", providing_args=["name", "epoch", "holder"])
 
-#: A worker turned a task away. The sender is the task; sent with ``request``, ``error``
-#: (StaleEpoch or AlreadySettled) and ``at``: start, commit, settle, failure or retry.
-task_refused = Signal(name="task_refused", providing_args=["request", "error", "at"])
+#: A worker turned a task away. The sender is the task. Sent with ``task_id``, ``request``,
+#: ``epoch`` and ``current_epoch`` (None for a duplicate), ``reason``: stale or duplicate,
+#: ``stage``: start, commit, settle, failure, expired or revoked, and the ``error``.
+task_refused = Signal(
+    name="task_refused",
+    providing_args=[
+        "task_id",
+        "request",
+        "epoch",
+        "current_epoch",
+        "reason",
+        "stage",
+        "error",
+    ],
+)
 
 #: A beat decided not to dispatch an occurrence. Sent with ``occurrence``, ``reason``,
 #: ``count`` and ``until``, the last of a series that was skipped as one.
@@ -60,37 +72,45 @@ def install(app: Celery) -> None:
     logs.install()
 
 
-def refuse(task: Any, request: Any, error: FencingError, at: str) -> None:
+def refuse(task: Any, request: Any, epoch: int, error: FencingError, stage: str) -> None:
     """Tell the log, the signal's receivers and the event stream that a task was turned away.
 
     Args:
         task: The task.
         request: Its request.
+        epoch: The epoch of its stamp.
         error: Why: StaleEpoch or AlreadySettled.
-        at: Where: start, commit, settle, failure, retry or state.
+        stage: Where: start, commit, settle, failure, expired or revoked.
     """
-    duplicate = isinstance(error, AlreadySettled)
-    fields = {
-        "action": "task-refused",
-        "reason": "duplicate" if duplicate else "stale",
-        "refused_at": at,
-        "task_name": task.name,
-        "task_id": request.id,
-        "lease_name": error.name,
-    }
-    if isinstance(error, StaleEpoch):
-        fields |= {"lease_epoch": error.epoch, "current_epoch": error.current_epoch}
-    what = "Duplicate refused" if duplicate else "Task refused"
-    logger.warning("%s: %s[%s] (at %s): %s", what, task.name, request.id, at, error, extra=fields)
-    task_refused.send(sender=task, request=request, error=error, at=at)
+    reason = "duplicate" if isinstance(error, AlreadySettled) else "stale"
+    current_epoch = error.current_epoch if isinstance(error, StaleEpoch) else None
+    told = {"reason": reason, "stage": stage, "epoch": epoch, "current_epoch": current_epoch}
+    logger.warning(
+        "%s refused: %s[%s] (at %s): %s",
+        "Duplicate" if reason == "duplicate" else "Task",
+        task.name,
+        request.id,
+        stage,
+        error,
+        extra={
+            "action": "task-refused",
+            "task_name": task.name,
+            "task_id": request.id,
+            "lease_name": error.name,
+            "lease_epoch": epoch,
+            "current_epoch": current_epoch,
+            "reason": reason,
+            "stage": stage,
+        },
+    )
+    task_refused.send(sender=task, task_id=request.id, request=request, error=error, **told)
     if task.send_events and not request.is_eager:
-        _send_event(task, request, fields)
+        _send_event(task, request, {"name": task.name, **told})
 
 
 def _send_event(task: Any, request: Any, fields: dict[str, Any]) -> None:
-    told = {key: value for key, value in fields.items() if key not in ("action", "task_id")}
     try:
         with task.app.events.default_dispatcher(hostname=request.hostname) as dispatcher:
-            dispatcher.send("task-refused", uuid=request.id, retry=False, **told)
+            dispatcher.send("task-refused", uuid=request.id, retry=False, **fields)
     except Exception as error:  # noqa: BLE001 - any transport's; the refusal itself is done
         logger.debug("the event task-refused was not sent: %r", error)

@@ -172,8 +172,8 @@ class FencedTask(_Task):
             try:
                 self._patiently(lambda: fence.settle(outcome))
             except (StaleEpoch, AlreadySettled) as refused:
-                at = "failure" if outcome == "failed" else "settle"
-                self._turn_away(request, stamp, fence.ticket, refused, at)
+                stage = "failure" if outcome == "failed" else "settle"
+                self._turn_away(request, stamp, fence.ticket, refused, stage)
             except _AWAY as away:
                 self._try_later(request, away)
         vouch(request)
@@ -192,21 +192,21 @@ class FencedTask(_Task):
             pause = min(pause * 2, 0.5)
 
     def _turn_away(
-        self, request: Any, stamp: Stamp, ticket: Ticket, error: FencingError, at: str
+        self, request: Any, stamp: Stamp, ticket: Ticket, error: FencingError, stage: str
     ) -> NoReturn:
         """End without a result: it would be another attempt's."""
         if isinstance(error, StaleEpoch) and not request.is_eager:
             if ticket.task_id == ticket.run:
-                refuse(self, request, error, at)
+                refuse(self, request, stamp.epoch, error, stage)
                 mark_refused(fence_store(self.app), ticket)
             elif not self._carry_on(request, stamp, ticket):
-                refuse(self, request, error, at)
+                refuse(self, request, stamp.epoch, error, stage)
                 # A child's id belongs to one attempt: chord, chain and get() wait for an end.
                 self._real_backend.mark_as_failure(
                     request.id, error, request=request, call_errbacks=False
                 )
         else:
-            refuse(self, request, error, at)
+            refuse(self, request, stamp.epoch, error, stage)
         raise Ignore(str(error)) from error
 
     def _carry_on(self, request: Any, stamp: Stamp, ticket: Ticket) -> bool:

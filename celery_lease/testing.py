@@ -130,8 +130,9 @@ class HeldLease:
         self._store.dispose()
 
     def _scalar(self, query: sa.Select[Any]) -> str | None:
-        with self._store.engine.begin() as connection:
-            return connection.execute(query).scalar()
+        # No transaction: on SQLite ours take the write lock.
+        with self._store.engine.connect() as connection:
+            return connection.execution_options(isolation_level="AUTOCOMMIT").scalar(query)
 
 
 def hold(url: str, name: str = "celery") -> HeldLease:

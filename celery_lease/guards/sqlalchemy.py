@@ -316,7 +316,8 @@ def _refuse_begun(session: Session, guard: Guard) -> None:
         raise guard.unsafe("a two-phase transaction is prepared before the guard could run")
     transaction = session.get_transaction()
     if transaction is not None and (
-        transaction.nested or transaction.origin is not SessionTransactionOrigin.AUTOBEGIN
+        session.in_nested_transaction()
+        or transaction.origin is not SessionTransactionOrigin.AUTOBEGIN
     ):
         raise guard.unsafe("the session is in a transaction that was begun before")
     if isinstance(session.bind, sa.Connection) and session.bind.in_transaction():

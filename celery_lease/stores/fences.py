@@ -16,7 +16,6 @@ from celery_lease.errors import (
     MissingFence,
     SchemaMismatch,
     StaleEpoch,
-    StoreError,
     StoreUnavailable,
 )
 from celery_lease.lease import Fence
@@ -78,9 +77,7 @@ class Standing:
     settled_under: tuple[int, str] | None
 
 
-def _of_lease(
-    table: sa.FromClause, condition: sa.ColumnElement[bool]
-) -> sa.ColumnElement[bool]:
+def _of_lease(table: sa.FromClause, condition: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
     return sa.and_(condition, table.c.lease == fence_table.c.name)
 
 
@@ -307,10 +304,5 @@ class FenceStore:
     @contextmanager
     def _statement(self) -> Iterator[sa.Connection]:
         engine = self.engine
-        try:
-            with translated(engine), engine.connect() as connection:
-                yield connection.execution_options(isolation_level="AUTOCOMMIT")
-        except sa.exc.IntegrityError:
-            raise
-        except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"{self.shown}: {error}") from error
+        with translated(engine), engine.connect() as connection:
+            yield connection.execution_options(isolation_level="AUTOCOMMIT")

@@ -1,0 +1,513 @@
+"""The guard on SQLAlchemy transactions: nothing stale commits, nothing commits unguarded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    mapped_column,
+    scoped_session,
+    sessionmaker,
+)
+
+from celery_lease.errors import (
+    AlreadySettled,
+    MissingFence,
+    StaleEpoch,
+    UnsafeTransaction,
+)
+from celery_lease.guards.fence import TaskFence
+from celery_lease.stores.fences import FenceStore, Ticket
+from celery_lease.testing import HeldLease, hold
+
+TARGETS = ["Session", "sessionmaker", "scoped_session", "Engine", "Connection"]
+
+
+class Base(DeclarativeBase):
+    """The guarded data."""
+
+
+class Note(Base):
+    """A row that somebody writes."""
+
+    __tablename__ = "note"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int]
+
+
+class Desk:
+    """A lease that is held, the fence of one execution under it, and a user's engine."""
+
+    def __init__(self, url: str, **engine_options: Any) -> None:
+        self.url = url
+        self.lease: HeldLease = hold(url)
+        self.store = FenceStore(url, idle=5.0)
+        self.engine = sa.create_engine(url, **engine_options)
+        Base.metadata.create_all(self.engine)
+
+    def fence(self, task_id: str | None = None, lease: HeldLease | None = None) -> TaskFence:
+        """Return the fence of a new execution."""
+        lease = lease or self.lease
+        task_id = task_id or str(uuid.uuid4())
+        ticket = Ticket(
+            lease=lease.term.name,
+            epoch=lease.epoch,
+            term=lease.term.uuid,
+            task_id=task_id,
+            run=task_id,
+            execution=str(uuid.uuid4()),
+        )
+        return TaskFence(ticket, self.store, self.store.look(ticket))
+
+    @contextmanager
+    def target(self, kind: str) -> Iterator[Any]:
+        """Yield a target of each kind that a guard takes."""
+        if kind == "Engine":
+            yield self.engine
+        elif kind == "sessionmaker":
+            yield sessionmaker(self.engine)
+        elif kind == "scoped_session":
+            registry = scoped_session(sessionmaker(self.engine))
+            yield registry
+            registry.remove()
+        elif kind == "Session":
+            with Session(self.engine) as session:
+                yield session
+        else:
+            with self.engine.connect() as connection:
+                yield connection
+
+    def notes(self) -> list[int]:
+        """Return the ids that are committed."""
+        with self.engine.connect() as connection:
+            return list(connection.scalars(sa.select(Note.id).order_by(Note.id)))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+        self.store.dispose()
+        self.lease.close()
+
+
+def write(work: Any, number: int, epoch: int = 0) -> None:
+    """Write a note and have it reach the database."""
+    work.execute(sa.insert(Note).values(id=number, epoch=epoch))
+
+
+@pytest.fixture
+def desks() -> Iterator[Callable[..., Desk]]:
+    """Make desks; close them in the end."""
+    made: list[Desk] = []
+
+    def make(url: str, **options: Any) -> Desk:
+        made.append(Desk(url, **options))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+@pytest.fixture
+def desk(database_url: str, desks: Callable[..., Desk]) -> Desk:
+    """A desk on each kind of database, with a pool of one connection."""
+    return desks(database_url, pool_size=1, max_overflow=0, pool_timeout=5)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_what_is_written_is_committed_together_with_the_outcome(desk: Desk, kind: str) -> None:
+    """One transaction: either both are there or neither is."""
+    fence = desk.fence()
+    with desk.target(kind) as target, fence.transaction(target) as work:
+        write(work, 1)
+        assert desk.lease.outcome(fence.ticket.task_id) is None
+    assert desk.notes() == [1]
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+    assert fence.settled
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_takeover_in_the_block_turns_its_commit_away(desk: Desk, kind: str) -> None:
+    """The check is made last, so a takeover at any time before it is seen."""
+    fence = desk.fence()
+    with desk.target(kind) as target:
+        with pytest.raises(StaleEpoch) as caught, fence.transaction(target) as work:
+            desk.lease.depose()
+            write(work, 1)
+        assert (caught.value.epoch, caught.value.current_epoch) == (1, 2)
+    assert desk.notes() == []
+    assert desk.lease.outcome(fence.ticket.task_id) is None
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_refused_connection_returns_to_its_pool_clean(desk: Desk, kind: str) -> None:
+    """An exception out of the commit hook alone would leave the transaction open there."""
+    stale = desk.fence()
+    with (
+        desk.target(kind) as target,
+        pytest.raises(StaleEpoch),
+        stale.transaction(target) as work,
+    ):
+        new = desk.lease.depose()
+        write(work, 1)
+    with desk.fence(lease=new).transaction(desk.engine) as work:
+        write(work, 2)
+    assert desk.notes() == [2]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_swallowing_the_refusal_and_committing_again_does_not_help(desk: Desk, kind: str) -> None:
+    """Once refused, the block stays refused."""
+    fence = desk.fence()
+    with (
+        desk.target(kind) as target,
+        pytest.raises(StaleEpoch),
+        fence.transaction(target) as work,
+    ):
+        desk.lease.depose()
+        write(work, 1)
+        with pytest.raises(StaleEpoch):
+            work.commit()
+        work.rollback()
+        with pytest.raises(StaleEpoch):
+            write(work, 2)
+        work.rollback()
+    assert desk.notes() == []
+    assert isinstance(fence.refused, StaleEpoch)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_commit_inside_is_the_guarded_commit_and_nothing_follows_it(
+    desk: Desk, kind: str
+) -> None:
+    """A second transaction in the block would go by without a guard."""
+    fence = desk.fence()
+    with (
+        desk.target(kind) as target,
+        pytest.raises(UnsafeTransaction, match="committed inside"),
+        fence.transaction(target) as work,
+    ):
+        write(work, 1)
+        work.commit()
+        assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+        write(work, 2)
+    assert desk.notes() == [1]
+
+
+def test_objects_added_after_a_commit_inside_are_not_lost_in_silence(desk: Desk) -> None:
+    """They are only flushed at the end of the block, which then has to speak up."""
+    fence = desk.fence()
+    with (
+        pytest.raises(UnsafeTransaction, match="committed inside"),
+        fence.transaction(sessionmaker(desk.engine)) as session,
+    ):
+        session.add(Note(id=1, epoch=0))
+        session.commit()
+        session.add(Note(id=2, epoch=0))
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_block_that_writes_nothing_still_settles(desk: Desk, kind: str) -> None:
+    """Nothing to do is an outcome."""
+    fence = desk.fence()
+    with desk.target(kind) as target, fence.transaction(target):
+        pass
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_what_was_rolled_back_inside_is_gone_and_the_rest_is_guarded(
+    desk: Desk, kind: str
+) -> None:
+    """The guard stands before the commit that comes, whatever went before."""
+    fence = desk.fence()
+    with desk.target(kind) as target, fence.transaction(target) as work:
+        write(work, 1)
+        work.rollback()
+        write(work, 2)
+    assert desk.notes() == [2]
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_savepoints_inside_are_the_users_own(desk: Desk, kind: str) -> None:
+    """Releasing a savepoint is no commit; rolling back to one is no rollback of the block."""
+    fence = desk.fence()
+    with desk.target(kind) as target, fence.transaction(target) as work:
+        with work.begin_nested():
+            write(work, 1)
+        inner = work.begin_nested()
+        write(work, 2)
+        inner.rollback()
+        assert desk.lease.outcome(fence.ticket.task_id) is None
+    assert desk.notes() == [1]
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_an_exception_in_the_block_rolls_back_and_settles_nothing(desk: Desk, kind: str) -> None:
+    """The task may catch it and try another final block."""
+    fence = desk.fence()
+    with desk.target(kind) as target:
+        with pytest.raises(ZeroDivisionError), fence.transaction(target) as work:
+            write(work, 1)
+            raise ZeroDivisionError
+        assert not fence.settled
+        with fence.transaction(target) as work:
+            write(work, 2)
+    assert desk.notes() == [2]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_earlier_blocks_are_checked_and_the_last_one_settles(desk: Desk, kind: str) -> None:
+    """``final=False`` commits under the fence without an outcome, as often as needed."""
+    fence = desk.fence()
+    with desk.target(kind) as target:
+        for number in (1, 2):
+            with fence.transaction(target, final=False) as work:
+                write(work, number)
+            assert desk.lease.outcome(fence.ticket.task_id) is None
+        with fence.transaction(target) as work:
+            write(work, 3)
+        with pytest.raises(UnsafeTransaction, match="final"), fence.transaction(target):
+            pass
+    assert desk.notes() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_an_earlier_block_is_refused_when_stale(desk: Desk, kind: str) -> None:
+    """Checked is checked, with an outcome or without."""
+    fence = desk.fence()
+    with (
+        desk.target(kind) as target,
+        pytest.raises(StaleEpoch),
+        fence.transaction(target, final=False) as work,
+    ):
+        desk.lease.depose()
+        write(work, 1)
+    assert desk.notes() == []
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_second_execution_of_a_message_writes_nothing(desk: Desk, kind: str) -> None:
+    """A redelivered message has the same id and another execution."""
+    first, second = desk.fence("same"), desk.fence("same")
+    with desk.target(kind) as target:
+        with first.transaction(target) as work:
+            write(work, 1)
+        with pytest.raises(AlreadySettled) as caught, second.transaction(target) as work:
+            write(work, 2)
+    assert caught.value.outcome == "committed"
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", ["Session", "scoped_session"])
+def test_a_session_that_began_by_itself_is_taken_over(desk: Desk, kind: str) -> None:
+    """What it wrote before the block joins it, and is guarded with it."""
+    fence = desk.fence()
+    with desk.target(kind) as target:
+        write(target, 1)
+        with fence.transaction(target) as work:
+            write(work, 2)
+    assert desk.notes() == [1, 2]
+    stale = desk.fence()
+    desk.lease.depose()
+    with desk.target(kind) as target:
+        write(target, 3)
+        with pytest.raises(StaleEpoch), stale.transaction(target):
+            pass
+    assert desk.notes() == [1, 2]
+
+
+def test_a_session_that_somebody_began_is_refused(desk: Desk) -> None:
+    """Its end is not ours to decide, so the guard might not be its last word."""
+    with Session(desk.engine) as session, session.begin():
+        write(session, 1)
+        with pytest.raises(UnsafeTransaction, match="begun before"):
+            desk.fence().transaction(session).__enter__()
+
+
+def test_a_session_inside_a_savepoint_is_refused(desk: Desk) -> None:
+    """Leaving the block would release the savepoint, not commit."""
+    with Session(desk.engine) as session:
+        write(session, 1)
+        with (
+            session.begin_nested(),
+            pytest.raises(UnsafeTransaction, match="begun before"),
+        ):
+            desk.fence().transaction(session).__enter__()
+        session.rollback()
+
+
+def test_a_connection_in_a_transaction_is_refused(desk: Desk) -> None:
+    """Begun by hand or by itself: on a Connection the two cannot be told apart."""
+    with desk.engine.connect() as connection:
+        write(connection, 1)
+        with pytest.raises(UnsafeTransaction, match="begun before"):
+            desk.fence().transaction(connection).__enter__()
+
+
+def test_a_session_on_a_connection_with_an_outer_transaction_is_refused(desk: Desk) -> None:
+    """Its commit would not be one."""
+    with desk.engine.connect() as connection, connection.begin():
+        with (
+            Session(connection) as session,
+            pytest.raises(UnsafeTransaction, match="elsewhere"),
+        ):
+            desk.fence().transaction(session).__enter__()
+
+
+def test_a_guarded_block_inside_another_is_refused(desk: Desk) -> None:
+    """Both would settle the same run."""
+    fence = desk.fence()
+    with fence.transaction(desk.engine) as work:
+        write(work, 1)
+        with (
+            pytest.raises(UnsafeTransaction, match="inside another"),
+            fence.transaction(sessionmaker(desk.engine)),
+        ):
+            pass
+    assert desk.notes() == [1]
+
+
+def test_two_phase_is_refused(desk: Desk) -> None:
+    """The engine's commit event does not fire for it: the write would go by unguarded."""
+    with (
+        Session(desk.engine, twophase=True) as session,
+        pytest.raises(UnsafeTransaction, match="two-phase"),
+    ):
+        desk.fence().transaction(session).__enter__()
+
+
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+def test_autocommit_is_refused_before_anything_is_written(desk: Desk, kind: str) -> None:
+    """Each statement would be visible before the guard."""
+    engine = desk.engine.execution_options(isolation_level="AUTOCOMMIT")
+    target = engine if kind == "Engine" else sessionmaker(engine)
+    with (
+        pytest.raises(UnsafeTransaction, match="AUTOCOMMIT"),
+        desk.fence().transaction(target) as work,
+    ):
+        write(work, 1)
+    assert desk.notes() == []
+
+
+def test_an_engine_that_autocommits_by_its_options_is_refused(
+    database_url: str, desks: Callable[..., Desk]
+) -> None:
+    """The driver is asked: the server calls this READ COMMITTED."""
+    desk = desks(database_url, isolation_level="AUTOCOMMIT")
+    with (
+        pytest.raises(UnsafeTransaction, match="AUTOCOMMIT"),
+        desk.fence().transaction(sessionmaker(desk.engine)) as work,
+    ):
+        write(work, 1)
+    assert desk.notes() == []
+
+
+def test_an_engine_with_execution_options_is_guarded(desk: Desk) -> None:
+    """SQLAlchemy 2.0 has no events on such an engine itself."""
+    engine = desk.engine.execution_options(logging_token="guarded")
+    with desk.fence().transaction(engine) as work:
+        write(work, 1)
+    stale = desk.fence()
+    with pytest.raises(StaleEpoch), stale.transaction(sessionmaker(engine)) as work:
+        desk.lease.depose()
+        write(work, 2)
+    assert desk.notes() == [1]
+
+
+def test_a_session_on_two_engines_is_refused_where_it_touches_the_second(desk: Desk) -> None:
+    """Only one of the two commits could be guarded."""
+    other = sa.create_engine("sqlite://")
+    local = sa.Table("local", sa.MetaData(), sa.Column("id", sa.Integer))
+    maker = sessionmaker(desk.engine, binds={local: other})
+    with (
+        pytest.raises(UnsafeTransaction, match="two engines"),
+        desk.fence().transaction(maker) as session,
+    ):
+        write(session, 1)
+        session.execute(sa.insert(local).values(id=1))
+    other.dispose()
+    assert desk.notes() == []
+
+
+def test_hooks_before_the_commit_write_ahead_of_the_guard(desk: Desk) -> None:
+    """What they add is guarded with the rest: the guard comes after the flush."""
+    maker = sessionmaker(desk.engine)
+    statements: list[str] = []
+
+    @sa.event.listens_for(maker, "before_commit")
+    def add_another(session: Session) -> None:
+        session.add(Note(id=2, epoch=0))
+
+    @sa.event.listens_for(desk.engine, "before_cursor_execute")
+    def note(*arguments: Any) -> None:
+        statements.append(arguments[2])
+
+    with desk.fence().transaction(maker) as session:
+        session.add(Note(id=1, epoch=0))
+    guards = [each for each in statements if "celery_lease_commit" in each]
+    assert guards == statements[-1:]
+    assert desk.notes() == [1, 2]
+
+
+def test_the_guard_is_one_statement_more(desk: Desk) -> None:
+    """Its cost is a round trip."""
+    counted: list[str] = []
+
+    @sa.event.listens_for(desk.engine, "before_cursor_execute")
+    def count(*arguments: Any) -> None:
+        counted.append(arguments[2])
+
+    fence = desk.fence()
+    with fence.transaction(desk.engine) as work:
+        write(work, 1)
+    assert len(counted) == 2
+    assert "celery_lease_commit" in counted[1]
+
+
+def test_a_database_without_a_fence_says_what_to_look_at(
+    desk: Desk, tmp_path: Any
+) -> None:
+    """Most often beat_lease_url is another one on the worker."""
+    elsewhere = sa.create_engine(f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}")
+    Base.metadata.create_all(elsewhere)
+    with (
+        pytest.raises(MissingFence, match="beat_lease_url"),
+        desk.fence().transaction(elsewhere) as work,
+    ):
+        write(work, 1)
+    with elsewhere.connect() as connection:
+        assert connection.scalars(sa.select(Note.id)).all() == []
+    elsewhere.dispose()
+
+
+def test_a_target_of_another_kind_is_a_type_error(desk: Desk) -> None:
+    """A URL, say."""
+    with (
+        pytest.raises(TypeError, match="sessionmaker"),
+        desk.fence().transaction("sqlite://"),
+    ):
+        pass
+
+
+def test_sessions_outside_the_block_are_left_alone(desk: Desk) -> None:
+    """The listener on the class sees every commit of the process."""
+    with desk.fence().transaction(desk.engine) as work:
+        write(work, 1)
+    desk.lease.depose()
+    with Session(desk.engine) as session:
+        session.add(Note(id=2, epoch=0))
+        session.commit()
+    assert desk.notes() == [1, 2]
