@@ -115,6 +115,17 @@ def _parse(url: str) -> tuple[sa.URL, Database]:
 def _listen(
     engine: sa.Engine, database: Database, lock_wait: float, statement_wait: float
 ) -> None:
+    @sa.event.listens_for(engine, "do_connect")
+    def connect(dialect: sa.Dialect, record: Any, arguments: Any, options: Any) -> Any:
+        try:
+            return dialect.connect(*arguments, **options)
+        except (TypeError, engine.dialect.loaded_dbapi.ProgrammingError) as error:
+            # A word that the driver does not know.
+            raise ConfigurationError(
+                f"beat_lease_engine_options, connect_args: {error}",
+                setting="beat_lease_engine_options",
+            ) from error
+
     @sa.event.listens_for(engine, "connect")
     def connected(dbapi: Any, record: Any) -> None:
         try:
