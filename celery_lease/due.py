@@ -21,7 +21,9 @@ from celery_lease.occurrence import Missed
 __all__ = ["due_at", "frozen", "interval", "missed"]
 
 #: How far occurrences are followed one by one before looking back from now instead.
-WALK = 64
+WALK = 2000
+#: The same for the kinds that give the same occurrences from wherever one looks.
+WALK_ANYWHERE = 64
 
 
 def interval(schedule: Any) -> timedelta | None:
@@ -76,7 +78,9 @@ def missed(schedule: Any, first: datetime, now: datetime, most: int) -> Missed:
         count = (now - first) // every + 1
         newest = [first + n * every for n in range(max(0, count - most), count)]
         return Missed(first=first, newest=tuple(newest), count=count)
-    walked = list(islice(_until(schedule, first, now), max(WALK, most)))
+    anywhere = isinstance(schedule, (schedules.crontab, schedules.solar))
+    steps = max(WALK_ANYWHERE if anywhere else WALK, most)
+    walked = list(islice(_until(schedule, first, now), steps))
     if due_at(schedule, walked[-1]) > now:
         return Missed(first=first, newest=tuple(walked[-most:]), count=len(walked))
     return Missed(first=first, newest=_look_back(schedule, walked, now, most), count=None)

@@ -1,0 +1,206 @@
+"""When occurrences are due: one value, whoever asks and whenever."""
+
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery import Celery, schedules
+
+from celery_lease.due import due_at, missed
+
+UTC = timezone.utc
+START = datetime(2026, 3, 28, 12, 0, 0, 123456, tzinfo=UTC)
+ZONES = ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe"]
+
+
+def app_in(zone):
+    """Return an app whose schedules are read in *zone*."""
+    app = Celery("due", set_as_current=False)
+    app.conf.update(timezone=zone, enable_utc=True)
+    return app
+
+
+def follow(schedule, start, until):
+    """Return all occurrences after *start*, up to *until*."""
+    found = []
+    due = due_at(schedule, start)
+    while due <= until:
+        found.append(due)
+        due = due_at(schedule, due)
+    return found
+
+
+class Weekdays(schedules.schedule):
+    """A schedule of a user's own."""
+
+    def remaining_estimate(self, last_run_at):
+        due = last_run_at + self.run_every
+        while due.weekday() >= 5:
+            due += timedelta(days=1)
+        return due - self.now()
+
+
+class OnlyIsDue(schedules.BaseSchedule):
+    """A schedule of a user's own that has the one method which Celery asks for."""
+
+    def is_due(self, last_run_at):
+        seconds = 90 - (self.now() - last_run_at).total_seconds()
+        return schedules.schedstate(seconds <= 0, seconds if seconds > 0 else 90)
+
+
+KINDS = {
+    "interval": lambda app: schedules.schedule(7.25, app=app),
+    "relative": lambda app: schedules.schedule(timedelta(hours=1), relative=True, app=app),
+    "crontab": lambda app: schedules.crontab(minute="*/7", hour="1-22", app=app),
+    "monthly": lambda app: schedules.crontab(minute=5, hour=3, day_of_month="31", app=app),
+    "solar": lambda app: schedules.solar("sunset", 52.5, 13.4, app=app),
+    "subclass": lambda app: Weekdays(timedelta(hours=5), app=app),
+    "is_due only": lambda app: OnlyIsDue(app=app),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answer_does_not_depend_on_when_it_is_asked(kind):
+    """The id of a run comes from its due_at: two beats must compute the same one."""
+    schedule = KINDS[kind](app_in("Europe/Berlin"))
+
+    answers = {due_at(schedule, START) for _ in range(50)}
+
+    assert len(answers) == 1
+    assert answers.pop() > START
+
+
+@pytest.mark.parametrize("zone", ZONES)
+def test_another_process_gets_the_same_answers(zone):
+    """A standby on another host has its own clock and its own hash seed."""
+    code = (
+        "from tests.unit.test_due import *\n"
+        f"app = app_in({zone!r})\n"
+        "print([due_at(KINDS[kind](app), START).isoformat() for kind in KINDS])"
+    )
+
+    theirs = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+    app = app_in(zone)
+    assert theirs == str([due_at(KINDS[kind](app), START).isoformat() for kind in KINDS])
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("change", [(2026, 3, 7), (2026, 3, 28), (2026, 10, 24), (2026, 10, 31)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_occurrences_go_forward_and_are_distinct_around_a_clock_change(kind, change, zone):
+    """An occurrence that comes twice has one id and would be sent once; a step back, never."""
+    schedule = KINDS[kind](app_in(zone))
+    start = datetime(*change, tzinfo=UTC)
+
+    found = follow(schedule, start, start + timedelta(days=9))
+
+    assert all(earlier < later for earlier, later in pairwise(found))
+    assert kind == "monthly" or found
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("change", [(2026, 3, 28), (2026, 10, 24)])
+def test_an_interval_is_exact_around_a_clock_change(change, zone):
+    """"Every 10 minutes" is a length of time, whatever the clocks on the walls do."""
+    schedule = schedules.schedule(timedelta(minutes=10), app=app_in(zone))
+    start = datetime(*change, tzinfo=UTC)
+
+    found = follow(schedule, start, start + timedelta(days=2))
+
+    assert found == [start + timedelta(minutes=10) * n for n in range(1, 289)]
+
+
+def test_a_crontab_is_silent_in_the_repeated_hour():
+    """Celery's own crontab is, and we follow it: 02:30 in Berlin comes once that night."""
+    schedule = schedules.crontab(minute=30, app=app_in("Europe/Berlin"))
+    start = datetime(2026, 10, 24, 22, 45, tzinfo=UTC)  # 00:45 in Berlin
+
+    found = follow(schedule, start, start + timedelta(hours=4))
+
+    local = [each.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M %z") for each in found]
+    assert local == ["01:30 +0200", "02:30 +0200", "03:30 +0100"]
+
+
+def test_an_entry_that_began_in_the_repeated_hour_goes_forward():
+    """From there Celery's crontab answers with an instant that has passed."""
+    schedule = schedules.crontab(minute="*/10", app=app_in("Europe/Berlin"))
+    start = datetime(2026, 10, 25, 1, 5, tzinfo=UTC)  # 02:05 in Berlin, the second time
+
+    assert due_at(schedule, start) == datetime(2026, 10, 25, 2, 0, tzinfo=UTC)
+
+
+def test_a_crontab_is_read_in_its_own_zone():
+    """The database gives UTC back; three in the morning is three in Berlin."""
+    schedule = schedules.crontab(minute=0, hour=3, app=app_in("Europe/Berlin"))
+
+    due = due_at(schedule, datetime(2026, 7, 1, tzinfo=UTC))
+
+    assert due == datetime(2026, 7, 1, 1, 0, tzinfo=UTC)
+
+
+def test_a_schedule_that_does_not_move_on_is_an_error():
+    """An interval of 0 has no next occurrence; the entry is set aside instead of looping."""
+    with pytest.raises(ValueError, match="does not move on"):
+        due_at(schedules.schedule(0, app=app_in("UTC")), START)
+
+
+def test_asking_leaves_the_schedule_alone():
+    """The frozen clock is a copy's: the user's object may be shared with other code."""
+    app = app_in("UTC")
+    schedule = schedules.crontab(minute=5, app=app)
+    before = dict(vars(schedule))
+
+    due_at(schedule, START)
+
+    assert {key: value for key, value in vars(schedule).items() if key != "tz"} == {
+        key: value for key, value in before.items() if key != "tz"
+    }
+
+
+def test_one_occurrence_is_due_in_normal_life():
+    """The common case: a list of one, counted."""
+    schedule = schedules.schedule(60, app=app_in("UTC"))
+    first = due_at(schedule, START)
+
+    found = missed(schedule, first, first + timedelta(seconds=1), 2)
+
+    assert (found.first, found.newest, found.count) == (first, (first,), 1)
+
+
+def test_missed_intervals_are_counted_without_being_walked():
+    """Ten years of seconds must not take ten years of steps."""
+    schedule = schedules.schedule(1, app=app_in("UTC"))
+    first = due_at(schedule, START)
+    now = first + timedelta(days=3650, seconds=0.5)
+
+    found = missed(schedule, first, now, 3)
+
+    assert found.count == 3650 * 86400 + 1
+    assert found.newest == tuple(now - timedelta(seconds=each) for each in (2.5, 1.5, 0.5))
+
+
+@pytest.mark.parametrize("kind", ["crontab", "relative", "solar", "subclass"])
+@pytest.mark.parametrize("most", [1, 2, 100])
+def test_looking_back_finds_what_walking_finds(kind, most):
+    """After a long outage only the newest are looked for; they must be the right ones."""
+    schedule = KINDS[kind](app_in("Europe/Berlin"))
+    first = due_at(schedule, START)
+    now = START + timedelta(days=40, minutes=3)
+
+    found = missed(schedule, first, now, most)
+
+    assert found.first == first
+    assert found.newest == tuple(follow(schedule, START, now)[-most:])
+
+
+def test_what_was_not_walked_is_not_counted():
+    """A count that is not known must not be made up."""
+    schedule = schedules.crontab(app=app_in("UTC"))
+
+    assert missed(schedule, due_at(schedule, START), START + timedelta(days=400), 1).count is None
