@@ -46,4 +46,5 @@ app.conf.update(
     },
 )
 if app.conf.broker_url.startswith("sqla+"):
-    app.conf.broker_transport_options = {"polling_interval": 0.2}
+    # Several processes share the file: wait for its one writer.
+    app.conf.broker_transport_options = {"connect_args": {"timeout": 30}}
