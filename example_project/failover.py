@@ -253,6 +253,16 @@ class Story:
             "(SELECT 1 FROM celery_lease_commit c WHERE c.task_id = r.id)"
         )
 
+    def _gaps(self) -> int:
+        """Count the summaries that were due and are neither runs nor recorded as skipped."""
+        rows = self.rows(
+            "SELECT due_at, skipped FROM celery_lease_run WHERE entry = 'daily-summary' "
+            "ORDER BY due_at"
+        )
+        due = [datetime.fromisoformat(str(each.due_at)) for each in rows]
+        planned = round((due[-1] - due[0]).total_seconds() / SUMMARY_EVERY) + 1
+        return planned - sum(each.skipped or 1 for each in rows)
+
     def verdict(self) -> dict[str, Any]:
         """Return the figures, all read from the database."""
         refused = "SELECT COUNT(*) FROM refusal WHERE stage = :stage"
@@ -267,7 +277,7 @@ class Story:
             "refused_at_commit": self.number(refused, stage="commit"),
             "stale_committed": self.number(_STALE_ROWS) + self.number(_OUT_OF_ORDER),
             "committed_twice": self.number(_TWICE),
-            "lost": len(self._unsettled()) + self.number(_UNWRITTEN),
+            "lost": len(self._unsettled()) + self.number(_UNWRITTEN) + self._gaps(),
             "takeover_s": round(self.takeover, 2) if self.takeover is not None else None,
             "ttl_s": TTL,
             "retry_s": RETRY,
