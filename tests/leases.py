@@ -1,0 +1,73 @@
+"""What tests do to a lease that no user may: let its time pass, put its epochs back."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+
+from celery_lease.lease import Holder, Lease, Term
+from celery_lease.stores.dialects import from_now
+from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.schema import fence_table, lease_table
+
+#: The lease of most tests.
+NAME = "celery"
+
+
+@contextmanager
+def opened(url: str, *, name: str = NAME, **waits: float) -> Iterator[SQLLeaseStore]:
+    """A store whose tables and rows are there."""
+    store = SQLLeaseStore(url, **waits)
+    try:
+        store.prepare(create=True)
+        store.ensure(name)
+        yield store
+    finally:
+        store.dispose()
+
+
+def holder(nonce: str = "0") -> Holder:
+    """A process that may lead."""
+    return Holder(host="host", pid=1, nonce=nonce, info={"host": "host"})
+
+
+def take(store: SQLLeaseStore, who: str = "a", *, ttl: float = 30.0) -> Term | Lease:
+    """Ask for the lease."""
+    return store.acquire(NAME, holder(who), ttl, str(uuid.uuid4()))
+
+
+def grant(store: SQLLeaseStore, who: str = "a", *, ttl: float = 30.0) -> Term:
+    """Take the lease, which must be free or expired."""
+    answer = take(store, who, ttl=ttl)
+    assert isinstance(answer, Term), f"not granted: {answer}"
+    return answer
+
+
+def expire(store: SQLLeaseStore, name: str = NAME) -> None:
+    """Let the lease's time pass, by the database clock."""
+    with store.engine.begin() as connection:
+        connection.execute(
+            sa.update(lease_table)
+            .where(lease_table.c.name == name)
+            .values(expires_at=from_now(-0.001))
+        )
+
+
+def put_back(store: SQLLeaseStore, epoch: int, term: str | None = None) -> None:
+    """Put the lease row back to an older epoch, free, as a restored backup does."""
+    with store.engine.begin() as connection:
+        connection.execute(
+            sa.update(lease_table)
+            .where(lease_table.c.name == NAME)
+            .values(epoch=epoch, term=term, holder=None)
+        )
+
+
+def lock_fence(connection: sa.Connection, name: str = NAME) -> None:
+    """Lock the fence row as a guard does, where the database locks rows."""
+    connection.execute(
+        sa.select(fence_table.c.epoch).where(fence_table.c.name == name).with_for_update(read=True)
+    )
