@@ -29,7 +29,7 @@ ROUND_TIMEOUT = 60.0
 
 # A server process that has imported everything once forks the candidates.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.races"])
+_processes.set_forkserver_preload(["tests.leases"])
 
 
 @dataclass

@@ -323,7 +323,8 @@ def test_ensuring_a_lease_many_times_at_once_makes_one_row(store, database_url):
 
 def test_many_processes_prepare_an_empty_database_at_once(database_url):
     """A rollout starts them all at the same moment; none may end with an error, and one schema
-    must come out of it."""
+    must come out of it.
+    """
     assert start_together(database_url, processes=32) == []
     with opened(database_url) as store:
         assert grant(store).epoch == 1
