@@ -25,7 +25,7 @@ from celery_lease.stores.ledger import SQLLedger
 
 __all__ = ["BATCH", "Dispatcher"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("celery_lease.scheduler")
 
 #: Runs in one claim, and in one round of recovery: what keeps the loop away for less
 #: than half a second.

@@ -29,7 +29,8 @@ WALK_ANYWHERE = 64
 def interval(schedule: Any) -> timedelta | None:
     """Return the interval of a plain ``schedule``; None for every other kind."""
     if type(schedule) is schedules.schedule and not schedule.relative:
-        return schedule.run_every
+        every: timedelta = schedule.run_every  # type: ignore[attr-defined] # not in the stubs
+        return every
     return None
 
 
@@ -134,4 +135,5 @@ def _after(schedule: Any, last: datetime) -> datetime:
         # Celery asks a schedule of the user's own for is_due() alone.
         due, seconds = clone.is_due(local)
         remaining = timedelta(0) if due else timedelta(seconds=seconds)
-    return last + remaining
+    due_at: datetime = last + remaining
+    return due_at

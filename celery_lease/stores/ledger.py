@@ -118,7 +118,9 @@ class SQLLedger:
             limit: At most so many, oldest first.
             own: Whether runs that are claimed under this very term count as left.
         """
-        waiting = run_table.c.state.in_([RunState.CLAIMED, RunState.REFUSED])
+        waiting: sa.ColumnElement[bool] = run_table.c.state.in_(
+            [RunState.CLAIMED, RunState.REFUSED]
+        )
         if not own:
             waiting &= sa.not_(sa.and_(run_table.c.state == RunState.CLAIMED, *_under(term)))
         return self._open_runs(term.name, waiting, limit=limit)

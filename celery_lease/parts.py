@@ -1,0 +1,65 @@
+"""What a leased scheduler is made of: nothing of it is there before it is needed.
+
+So ``lazy=True`` touches nothing, and threads and connections begin in the process that
+ticks.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery import __version__ as celery_version
+
+from celery_lease.elector import Elector
+from celery_lease.lease import Holder
+from celery_lease.logs import TransitionLog
+from celery_lease.settings import Settings
+from celery_lease.stores.leases import SQLLeaseStore
+
+if TYPE_CHECKING:
+    from celery.beat import Scheduler as _Scheduler
+else:
+    _Scheduler = object
+
+__all__ = ["LeaseParts", "logger"]
+
+#: All of beat's side speaks with one voice.
+logger = logging.getLogger("celery_lease.scheduler")
+
+
+class LeaseParts(_Scheduler):
+    """The settings, the lease database and the elector of a scheduler."""
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The ``beat_lease_*`` settings."""
+        return Settings.from_conf(self.app.conf)
+
+    @cached_property
+    def store(self) -> SQLLeaseStore:
+        """The lease database."""
+        window = self.settings.ttl - self.settings.margin
+        return SQLLeaseStore(
+            self.settings.url,
+            self.settings.engine_options,
+            lock_wait=min(1.0, window / 4),
+            statement_wait=max(1.0, min(10.0, window / 2)),
+        )
+
+    @cached_property
+    def elector(self) -> Elector:
+        """Whether this process leads."""
+        return Elector(
+            self.store,
+            self.settings,
+            holder=Holder.current(**self.holder_info()),
+            observe=TransitionLog(logger),
+        )
+
+    def holder_info(self) -> dict[str, Any]:
+        """Return what others may see of this process."""
+        from celery_lease import __version__
+
+        return {"celery": celery_version, "celery_lease": __version__}

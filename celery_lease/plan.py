@@ -1,0 +1,132 @@
+"""What to do about the entries that are due: fire, skip, or ask again later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from celery.beat import ScheduleEntry
+from celery.schedules import crontab, schedule, solar
+
+from celery_lease.due import missed
+from celery_lease.entry import PLAIN, LeasedEntry
+from celery_lease.occurrence import Decision, Misfire, Run, Skipped, run_id
+from celery_lease.settings import Settings
+
+__all__ = ["Batch", "Planner"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one turn claims together."""
+
+    #: Runs to send.
+    runs: list[Run] = field(default_factory=list)
+    #: Occurrences that are not fired, beside their entries' names.
+    skipped: list[tuple[str, Skipped]] = field(default_factory=list)
+    #: The last occurrence of each entry that is accounted for then.
+    moved: dict[str, datetime] = field(default_factory=dict)
+    #: How many runs each entry has in it.
+    fired: dict[str, int] = field(default_factory=dict)
+
+
+class Planner:
+    """Decides what becomes of occurrences that are due.
+
+    Args:
+        settings: What entries leave to the settings.
+        deadline: Celery's ``beat_cron_starting_deadline``, in seconds.
+        is_due: Asks an entry, as Celery would.
+        is_fenced: Returns whether an entry's task is fenced.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        deadline: float | None,
+        is_due: Callable[[Any], Any],
+        is_fenced: Callable[[Any], bool],
+    ) -> None:
+        self._settings = settings
+        self._deadline = deadline
+        self._is_due = is_due
+        self._is_fenced = is_fenced
+        self._plain = PLAIN.on_misfire(settings)
+
+    def add(
+        self,
+        batch: Batch,
+        entry: LeasedEntry,
+        first: datetime,
+        now: datetime,
+        *,
+        since: datetime | None,
+        room: int,
+    ) -> bool:
+        """Decide about one entry, and put the decision into the batch.
+
+        Args:
+            batch: What was decided so far.
+            entry: The entry.
+            first: Its first occurrence that is not accounted for; it is due.
+            now: The instant of the decision.
+            since: When a run of its began that it must not overlap.
+            room: For how many runs the batch has room.
+
+        Returns:
+            False if it is to be asked again later: its schedule says "not now".
+        """
+        decision = self._decide(entry, first, now, since)
+        if decision is None:
+            return False
+        name = str(entry.name)
+        if decision.skipped is not None:
+            batch.skipped.append((name, decision.skipped))
+            batch.moved[name] = decision.skipped.last
+        fire = decision.fire[:room]
+        for due_at in fire:
+            batch.runs.append(
+                Run(
+                    id=run_id(self._settings.name, name, due_at),
+                    entry=name,
+                    due_at=due_at,
+                    fenced=self._is_fenced(entry),
+                )
+            )
+        if fire:
+            batch.moved[name], batch.fired[name] = fire[-1], len(fire)
+        return True
+
+    def _decide(
+        self, entry: LeasedEntry, first: datetime, now: datetime, since: datetime | None
+    ) -> Decision | None:
+        misfire = self._misfire(entry)
+        found = missed(entry.schedule, first, now, misfire.wanted + 1)
+        if since is not None and (now - since).total_seconds() < entry.wishes.overlap_timeout:
+            reason = "the one before is not settled"
+        elif not self._may_say_no(entry) or self._is_due(entry)[0]:
+            return misfire.decide(found, now)
+        elif isinstance(entry.schedule, crontab) and self._deadline is not None:
+            reason = "beat_cron_starting_deadline"
+        else:
+            return None
+        return Decision(
+            fire=(),
+            skipped=Skipped(
+                first=found.first, last=found.newest[-1], count=found.count, reason=reason
+            ),
+        )
+
+    def _misfire(self, entry: LeasedEntry) -> Misfire:
+        wishes = entry.wishes
+        return self._plain if wishes is PLAIN else wishes.on_misfire(self._settings)
+
+    def _may_say_no(self, entry: LeasedEntry) -> bool:
+        """Return whether ``is_due`` can refuse what is due by its schedule: few can."""
+        if type(entry).is_due is not ScheduleEntry.is_due:
+            return True
+        kind = type(entry.schedule)
+        return self._deadline is not None if kind is crontab else kind not in (schedule, solar)

@@ -1,0 +1,208 @@
+"""How a claimed run becomes a message, through Celery's own methods.
+
+Everything that makes a stock scheduler's message what it is happens here too: the
+entry's options, lazy arguments, signals, Sentry's hook in ``apply_entry``. Added are the
+run's id and the stamp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+from celery_lease.dispatch import Dispatcher
+from celery_lease.due import due_at, missed
+from celery_lease.entry import PLAIN
+from celery_lease.lease import Term
+from celery_lease.occurrence import Run, run_id
+from celery_lease.parts import LeaseParts, logger
+from celery_lease.publish import Publisher
+from celery_lease.stamp import Stamp
+from celery_lease.stores.ledger import SQLLedger
+
+__all__ = ["LeasedSends", "Sending"]
+
+
+@dataclass(slots=True)
+class Sending:
+    """One run on its way through Celery's own methods."""
+
+    run: Run
+    term: Term
+    trouble: BaseException | None = None
+
+
+class LeasedSends(LeaseParts):
+    """The half of :class:`~celery_lease.leading.LeaseMixin` that sends."""
+
+    #: The run that is being sent.
+    _sending: Sending | None = None
+    #: The entry, where a scheduler of its own called `apply_async` for it.
+    _alone: Any = None
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """The connection to the broker."""
+        return Publisher(
+            lambda options: self.app.connection_for_write(transport_options=options),
+            self.Producer,  # type: ignore[attr-defined] # the stubs forget it
+            timeout=max(1.0, self.settings.margin),
+        )
+
+    @cached_property
+    def dispatcher(self) -> Dispatcher:
+        """What sends claimed runs."""
+        return Dispatcher(
+            SQLLedger(self.store.engine, idle=self.settings.guard_idle),
+            self.elector,
+            self.settings,
+            find=self.find,
+            flush=self._flush,
+            is_fenced=self.is_fenced,
+        )
+
+    @property
+    def producer(self) -> None:  # type: ignore[override] # see below
+        """Nothing: a scheduler's tick hands it on to ``apply_async``, which has its own.
+
+        Connecting here would let a broker that is away end the tick between the
+        entry's advance and its send.
+        """
+        return
+
+    def apply_async(
+        self, entry: Any, producer: Any = None, advance: bool = True, **kwargs: Any
+    ) -> Any:
+        """Send an entry's task, stamped, as the run that was claimed for it.
+
+        Called on its own, by the tick of a scheduler that knows nothing of leases, it
+        claims first.
+        """
+        sending = self._sending
+        if sending is None:
+            return self._apply_alone(entry, advance)
+        try:
+            with self._stamped(entry, sending):
+                return super().apply_async(entry, producer=producer, advance=False, **kwargs)
+        except Exception as error:  # noqa: BLE001 - told apart by `is_delivery`
+            # `apply_entry` would log it and forget it. A SchedulingError hides the cause.
+            sending.trouble = error.__cause__ or error.__context__ or error
+            return None
+
+    def _apply_alone(self, entry: Any, advance: bool) -> None:
+        term = self.elector.check()
+        run = self._run_of(entry, term)
+        if advance:
+            self.reserve(entry)
+        if run.id in self.dispatcher.ledger.claim(term, [run]):
+            # Another leader, or this one, had it already; recovery sends it if need be.
+            logger.info(
+                "lease %r: %r, due %s, was claimed before",
+                term.name,
+                entry.name,
+                run.due_at.isoformat(),
+                extra={"action": "run-known", "lease_run": run.id},
+            )
+            return
+        self._alone = entry
+        try:
+            self.dispatcher.send(term, [run])
+        finally:
+            self._alone = None
+
+    def _run_of(self, entry: Any, term: Term) -> Run:
+        """Return the run for the occurrence that a scheduler found due."""
+        now = datetime.now(timezone.utc)
+        due = now
+        last = entry.last_run_at
+        if last is not None:
+            last = last if last.tzinfo is not None else last.replace(tzinfo=timezone.utc)
+            first = due_at(entry.schedule, last)
+            if first <= now:
+                due = missed(entry.schedule, first, now, 1).newest[-1]
+        return Run(
+            id=run_id(term.name, entry.name, due),
+            entry=entry.name,
+            due_at=due,
+            fenced=self.is_fenced(entry),
+        )
+
+    def _flush(self, term: Term, runs: Sequence[Run]) -> dict[str, str]:
+        """Flush, and return why runs that can have no message cannot, by id."""
+        sendings = [Sending(run, term) for run in runs]
+        self.flush(sendings)
+        return {
+            each.run.id: f"{type(each.trouble).__name__}: {each.trouble}"
+            for each in sendings
+            if each.trouble is not None
+        }
+
+    def flush(self, sendings: Sequence[Sending]) -> None:
+        """Give the broker the messages of some runs, right after the trust was checked.
+
+        Between the check and the broker having the messages a process can be stopped
+        for any time: override this to try that out.
+
+        Raises:
+            Undelivered: The broker may have all of them, some, or none.
+        """
+        with self.publisher.flush() as producer:
+            for each in sendings:
+                self._send(each, producer)
+
+    def _send(self, sending: Sending, producer: Any) -> None:
+        self._sending = sending
+        try:
+            if self._alone is not None:
+                self.apply_async(self._alone, producer=producer, advance=False)
+            else:
+                # Once for each real send: Sentry's cron monitoring hooks in here.
+                self.apply_entry(self.find(sending.run.entry), producer=producer)
+        finally:
+            self._sending = None
+        if sending.trouble is not None and self.publisher.is_delivery(sending.trouble):
+            raise sending.trouble
+
+    @contextmanager
+    def _stamped(self, entry: Any, sending: Sending) -> Iterator[None]:
+        """Lend the entry options that carry the stamp; its own stay as they are."""
+        run, term = sending.run, sending.term
+        stamp = Stamp(name=term.name, epoch=term.epoch, term=term.uuid, run=run.id)
+        given = entry.options
+        options = stamp.options(given)
+        options["task_id"] = run.id
+        # The ledger is what sends again. Celery's own retries would wait in the loop.
+        options["retry"] = False
+        if "headers" in options:
+            options["headers"] = dict(options["headers"] or {})  # Celery 5.7 writes into it
+        if run.epoch is not None:
+            _expire_from(options, run.due_at, self.app.tasks.get(entry.task))
+        entry.options = options
+        try:
+            yield
+        finally:
+            entry.options = given
+
+    def find(self, name: str) -> Any:
+        """Return the entry of that name as it is now; None if there is none."""
+        return self.schedule.get(name)
+
+    def is_fenced(self, entry: Any) -> bool:
+        """Return whether an entry's task is fenced; not, where nobody knows."""
+        wish = getattr(entry, "wishes", PLAIN).fenced
+        if wish is not None:
+            return bool(wish)
+        # FencedTask is the workers' side, which beat does not import.
+        return hasattr(type(self.app.tasks.get(entry.task)), "require_epoch")
+
+
+def _expire_from(options: dict[str, Any], due: datetime, task: Any) -> None:
+    """Have ``expires`` count from when the run was due, however late it is sent again."""
+    expires = options.get("expires", getattr(task, "expires", None))
+    if isinstance(expires, Real):
+        options["expires"] = due + timedelta(seconds=float(expires))
