@@ -9,11 +9,21 @@ can be named instead, by ``CELERY_LEASE_TEST_<SERVICE>_URL``; it is then used, n
 from tests.services.base import Service, ServiceFailed, ServiceMissing, free_port, wait_until
 from tests.services.mariadb import MariaDB
 from tests.services.postgresql import PostgreSQL
-from tests.services.proxy import Connection, TCPProxy, Verdict, cut_before, hold, lose_answer
+from tests.services.proxy import (
+    COMMIT,
+    Connection,
+    TCPProxy,
+    Verdict,
+    cut_before,
+    hold,
+    lose_answer,
+    once,
+)
 from tests.services.rabbitmq import RabbitMQ
 from tests.services.redis import Redis
 
 __all__ = [
+    "COMMIT",
     "Connection",
     "MariaDB",
     "PostgreSQL",
@@ -28,5 +38,6 @@ __all__ = [
     "free_port",
     "hold",
     "lose_answer",
+    "once",
     "wait_until",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 import select
 import socket
 import struct
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 #: Who sent the bytes.
 Direction: TypeAlias = Literal["client", "server"]
+
+#: What a filter looks for in a chunk: bytes, or a compiled expression.
+Pattern: TypeAlias = "bytes | re.Pattern[bytes]"
+
+#: A COMMIT, as the drivers of PostgreSQL and MariaDB send it; not a ``SET AUTOCOMMIT``.
+COMMIT = re.compile(rb"(?<!AUTO)COMMIT", re.IGNORECASE)
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20
@@ -330,13 +337,17 @@ def _close(sock: socket.socket, *, reset: bool = False) -> None:
     sock.close()
 
 
-def once(verdict: Verdict, pattern: bytes, direction: Direction = "client") -> Filter:
-    """Give this verdict to the first chunk of a direction that contains `pattern`."""
+def _found(pattern: Pattern, chunk: bytes) -> bool:
+    return pattern in chunk if isinstance(pattern, bytes) else bool(pattern.search(chunk))
+
+
+def once(verdict: Verdict, pattern: Pattern, direction: Direction = "client") -> Filter:
+    """Give this verdict to the first chunk of a direction that has `pattern` in it."""
     fired = False
 
     def filter_chunk(sender: Direction, chunk: bytes, connection: Connection) -> Verdict:
         nonlocal fired
-        if fired or sender != direction or pattern not in chunk:
+        if fired or sender != direction or not _found(pattern, chunk):
             return Verdict.FORWARD
         fired = True
         return verdict
@@ -344,24 +355,24 @@ def once(verdict: Verdict, pattern: bytes, direction: Direction = "client") -> F
     return filter_chunk
 
 
-def cut_before(pattern: bytes) -> Filter:
+def cut_before(pattern: Pattern) -> Filter:
     """Cut the connection once, before the server gets the chunk with `pattern`."""
     return once(Verdict.DROP_AND_CUT, pattern)
 
 
-def hold(pattern: bytes) -> Filter:
+def hold(pattern: Pattern) -> Filter:
     """Hold the first chunk with `pattern` on its way to the server, until `resume`."""
     return once(Verdict.HOLD, pattern)
 
 
-def lose_answer(pattern: bytes) -> Filter:
+def lose_answer(pattern: Pattern) -> Filter:
     """Let the server act on the chunk with `pattern`, once, and cut in place of its answer."""
     asking: Connection | None = None
     fired = False
 
     def filter_chunk(sender: Direction, chunk: bytes, connection: Connection) -> Verdict:
         nonlocal asking, fired
-        if sender == "client" and not fired and pattern in chunk:
+        if sender == "client" and not fired and _found(pattern, chunk):
             asking, fired = connection, True
         elif sender == "server" and connection is asking:
             asking = None
