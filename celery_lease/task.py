@@ -53,6 +53,8 @@ _running: ContextVar[TaskFence | None] = ContextVar("celery_lease_fence", defaul
 
 _UNFENCED = Unfenced()
 _AWAY = (StoreUnavailable, StoreContention)
+#: Seconds until a message is tried again: at first, and at most.
+FIRST_COUNTDOWN, LAST_COUNTDOWN = 5.0, 60.0
 #: Message header: how often this message has waited for the lease database.
 _WAITS = "lease_waits"
 
@@ -248,7 +250,7 @@ class FencedTask(_Task):
         if request.is_eager:
             raise error
         waits = int((request.headers or {}).get(_WAITS, 0))
-        countdown = min(5.0 * 2**waits, 60.0)
+        countdown = min(FIRST_COUNTDOWN * 2**waits, LAST_COUNTDOWN)
         self._publish_again(
             request,
             countdown=countdown,

@@ -1,0 +1,31 @@
+"""Fixtures of the integration tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.workshop import Workshop
+
+
+@pytest.fixture
+def workshops(tmp_path: Path) -> Iterator[Callable[..., Workshop]]:
+    """Make workshops; close them in the end."""
+    made: list[Workshop] = []
+
+    def make(url: str, **conf: Any) -> Workshop:
+        made.append(Workshop(url, tmp_path, **conf))
+        return made[-1]
+
+    yield make
+    for workshop in made:
+        workshop.close()
+
+
+@pytest.fixture
+def workshop(sqlite_url: str, workshops: Callable[..., Workshop]) -> Workshop:
+    """A workshop on a SQLite file."""
+    return workshops(sqlite_url)

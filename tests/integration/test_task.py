@@ -1,0 +1,784 @@
+"""The life of one fenced task: admitted, run, settled, or turned away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from celery.exceptions import Ignore, Reject
+
+from celery_lease import (
+    ConfigurationError,
+    FencedTask,
+    MissingEpoch,
+    StoreUnavailable,
+)
+from celery_lease import backend as backends
+from celery_lease.backend import fence_store
+from celery_lease.testing import run
+from tests.integration.workshop import Workshop
+
+# --- before the body ----------------------------------------------------------------------
+
+
+def test_a_current_task_runs_and_is_settled_before_its_result(workshop: Workshop) -> None:
+    """The ledger knows first: no other attempt is dispatched once a result can be seen."""
+    seen: list[str | None] = []
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> str:
+        workshop.write(self, "once")
+        seen.append(workshop.lease.outcome(self.request.id))
+        return "done"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert seen == ["committed"]
+    assert workshop.notes() == [("once", 1)]
+    assert workshop.result_state(result.id) == "SUCCESS"
+
+
+def test_a_task_without_a_guarded_block_is_settled_after_its_body(workshop: Workshop) -> None:
+    """Settled all the same, and before its callbacks are sent."""
+    seen: list[str | None] = []
+
+    @workshop.plain(name="then")
+    def then(value: str, task_id: str) -> None:
+        seen.append(workshop.lease.outcome(task_id))
+
+    @workshop.task(name="plain")
+    def plain(self: FencedTask) -> str:
+        seen.append(workshop.lease.outcome(self.request.id))
+        return self.request.id
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(plain, link=then.s("x"))
+        workshop.wait(result.id)
+        follow_up = next(each for name, each, _ in workshop.published if name == "then")
+        workshop.wait(follow_up)
+    assert seen == [None, None]
+    assert workshop.lease.outcome(result.id) == "committed"
+
+
+def test_a_stale_message_is_refused_before_its_body(workshop: Workshop) -> None:
+    """No body, no result, no callback; the run is marked, so that it is dispatched again."""
+    bodies: list[str] = []
+
+    @workshop.plain(name="then")
+    def then(value: str) -> None:
+        bodies.append("then")
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        bodies.append("write")
+
+    result = workshop.lease.dispatch(write, link=then.s(), link_error=then.s())
+    workshop.lease.depose()
+    with workshop.worker():
+        assert workshop.wait(result.id) == "IGNORED"
+    assert bodies == []
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.lease.run_state(result.id) == "refused"
+    assert [name for name, _, _ in workshop.published] == ["write"]
+    (record,) = workshop.logged("task-refused")
+    assert "epoch 1 is stale, the current epoch is 2" in record.getMessage()
+    assert (record.lease_epoch, record.current_epoch) == (1, 2)
+    (refusal,) = workshop.refusals
+    assert (refusal["stage"], refusal["reason"]) == ("start", "stale")
+    assert (refusal["epoch"], refusal["current_epoch"]) == (1, 2)
+
+
+def test_a_redelivered_message_is_ignored_as_a_duplicate(workshop: Workshop) -> None:
+    """The first delivery's outcome stands, and the run is not marked as refused."""
+    bodies: list[str] = []
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        bodies.append(self.request.id)
+        workshop.write(self, "once")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "SUCCESS"
+        write.apply_async(**workshop.lease.options(result.id))
+        assert workshop.wait(result.id, times=2) == "IGNORED"
+    assert bodies == [result.id]
+    assert workshop.notes() == [("once", 1)]
+    assert workshop.lease.run_state(result.id) == "published"
+    assert workshop.result_state(result.id) == "SUCCESS"
+    assert workshop.refusals[0]["reason"] == "duplicate"
+
+
+def test_a_settled_run_stays_settled_when_its_message_comes_again_stale(
+    workshop: Workshop,
+) -> None:
+    """It is a duplicate first: marking it refused would have it dispatched again."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        workshop.write(self, "once")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        workshop.wait(result.id)
+        workshop.lease.depose()
+        write.apply_async(**workshop.lease.options(result.id))
+        assert workshop.wait(result.id, times=2) == "IGNORED"
+    assert workshop.lease.run_state(result.id) == "published"
+    assert workshop.notes() == [("once", 1)]
+
+
+def test_a_call_without_a_stamp_runs_unfenced_and_touches_no_database(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """People call their tasks by hand."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> tuple[int | None, dict[str, str]]:
+        self.fence.check()
+        workshop.write(self, "by hand")
+        return self.epoch, self.fence.headers()
+
+    def connect(app: Any) -> None:
+        raise AssertionError("the lease database was asked for")
+
+    monkeypatch.setattr(backends, "fence_store", connect)
+    monkeypatch.setattr("celery_lease.task.fence_store", connect)
+    assert write.apply().get() == (None, {})
+    assert write() == (None, {})
+    with workshop.worker():
+        result = write.delay()
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert workshop.notes() == [("by hand", 0)] * 3
+
+
+def test_a_task_that_requires_an_epoch_refuses_calls_without_one(workshop: Workshop) -> None:
+    """``require_epoch``: for tasks that must not run but by the schedule."""
+
+    @workshop.task(name="write", require_epoch=True)
+    def write(self: FencedTask) -> int | None:
+        return self.epoch
+
+    assert isinstance(write.apply().result, MissingEpoch)
+    with pytest.raises(MissingEpoch, match="write"):
+        write()
+    assert run(write, under=workshop.lease).get() == 1
+
+
+def test_half_a_stamp_is_refused(workshop: Workshop) -> None:
+    """It cannot be compared, so it cannot be current."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the body ran")
+
+    options = {**workshop.lease.options(), "lease_term": ""}
+    assert isinstance(write.apply(**options).result, MissingEpoch)
+
+
+def test_a_worker_on_another_database_says_so(
+    workshop: Workshop, tmp_path: Any, workshops: Callable[..., Workshop]
+) -> None:
+    """Refused, loudly: the usual cause is beat_lease_url set for beat alone."""
+    other = f"sqlite:///{tmp_path / 'other.sqlite3'}"
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the body ran")
+
+    workshop.app.conf.beat_lease_url = other
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "FAILURE"
+    # Whoever shares the database with beat decides how this run ends.
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.lease.outcome(result.id) is None
+
+
+def test_the_body_sees_its_occurrence(workshop: Workshop) -> None:
+    """The planned time, not the time it happens to run at."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> tuple[str, int]:
+        return self.occurrence.entry, self.occurrence.attempt
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write, entry="daily")
+        workshop.wait(result.id)
+    assert workshop.app.AsyncResult(result.id).result == ["daily", 1] or (
+        workshop.app.AsyncResult(result.id).result == ("daily", 1)
+    )
+
+
+# --- stale in the middle ------------------------------------------------------------------
+
+
+def test_a_takeover_in_the_body_rolls_the_guarded_block_back(workshop: Workshop) -> None:
+    """The rows are gone, the run is marked, and nobody hears of a result."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        workshop.lease.depose()
+        workshop.write(self, "stale")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert workshop.notes() == []
+    assert workshop.lease.run_state(result.id) == "refused"
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.refusals[0]["stage"] == "commit"
+
+
+def test_a_body_that_swallows_the_refusal_is_refused_all_the_same(workshop: Workshop) -> None:
+    """``except Exception: pass`` around a guarded block is common."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> str:
+        workshop.lease.depose()
+        try:
+            workshop.write(self, "stale")
+        except Exception:  # noqa: BLE001, S110 - that is the point
+            pass
+        return "fine"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert workshop.lease.outcome(result.id) is None
+    assert workshop.result_state(result.id) == "PENDING"
+
+
+def test_a_body_without_a_block_is_refused_when_it_is_settled(workshop: Workshop) -> None:
+    """Its result is a stale attempt's."""
+
+    @workshop.task(name="think")
+    def think(self: FencedTask) -> str:
+        workshop.lease.depose()
+        return "fine"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(think)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.refusals[0]["stage"] == "settle"
+
+
+def test_a_stale_failure_is_nobodys_failure(workshop: Workshop) -> None:
+    """No FAILURE, no errback, no on_failure: another attempt decides."""
+    heard: list[str] = []
+
+    class Listening(FencedTask):
+        abstract = True
+
+        def on_failure(self, *args: Any) -> None:
+            heard.append("on_failure")
+
+    @workshop.plain(name="errback")
+    def errback(task_id: str) -> None:
+        heard.append("errback")
+
+    @workshop.plain(name="fail", bind=True, base=Listening)
+    def fail(self: FencedTask) -> None:
+        workshop.lease.depose()
+        raise ValueError("stale")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(fail, link_error=errback.si())
+        assert workshop.wait(result.id) == "IGNORED"
+    assert heard == []
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.refusals[0]["stage"] == "failure"
+
+
+@pytest.mark.parametrize("kind", ["retry", "autoretry", "autoretry_of_the_refusal"])
+def test_a_stale_task_publishes_no_retry(workshop: Workshop, kind: str) -> None:
+    """Every kind of retry passes the same place, and the refusal is not retried either."""
+
+    @workshop.task(name="manual")
+    def manual(self: FencedTask) -> None:
+        workshop.lease.depose()
+        raise self.retry(countdown=0)
+
+    @workshop.task(name="auto", autoretry_for=(Exception,), retry_kwargs={"countdown": 0})
+    def auto(self: FencedTask) -> None:
+        workshop.lease.depose()
+        if kind == "autoretry_of_the_refusal":
+            workshop.write(self, "stale")
+        raise ValueError("again")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(manual if kind == "retry" else auto)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert len(workshop.published) == 1
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.lease.run_state(result.id) == "refused"
+
+
+def test_a_retry_that_crosses_a_takeover_is_refused_at_its_start(workshop: Workshop) -> None:
+    """The retry carries the stamp of the attempt that it continues."""
+
+    @workshop.task(name="again")
+    def again(self: FencedTask) -> None:
+        raise self.retry(countdown=0.5)
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        assert workshop.wait(result.id) == "RETRY"
+        workshop.lease.depose()
+        assert workshop.wait(result.id, times=2) == "IGNORED"
+    assert workshop.published[0][2] == workshop.published[1][2]
+    assert workshop.lease.run_state(result.id) == "refused"
+
+
+def test_check_stops_a_long_body(workshop: Workshop) -> None:
+    """For what cannot check by itself."""
+
+    @workshop.task(name="long")
+    def long(self: FencedTask) -> None:
+        self.fence.check()
+        workshop.lease.depose()
+        self.fence.check()
+        raise AssertionError("went on")
+
+    assert run(long, under=workshop.lease).state == "IGNORED"
+
+
+# --- how it ends --------------------------------------------------------------------------
+
+
+def test_a_failure_is_settled_before_it_is_stored(workshop: Workshop) -> None:
+    """So that no other attempt is dispatched; errbacks carry the stamp."""
+    seen: list[str | None] = []
+
+    @workshop.plain(name="errback")
+    def errback(task_id: str) -> None:
+        seen.append(workshop.lease.outcome(task_id))
+
+    @workshop.task(name="fail")
+    def fail(self: FencedTask) -> None:
+        raise ValueError("wrong")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(fail, link_error=errback.s())
+        assert workshop.wait(result.id) == "FAILURE"
+    assert seen == ["failed"]
+    assert workshop.result_state(result.id) == "FAILURE"
+
+
+def test_a_retry_settles_once_at_its_last_attempt(workshop: Workshop) -> None:
+    """One id, several executions, one outcome."""
+    attempts: list[int] = []
+
+    @workshop.task(name="again", max_retries=3)
+    def again(self: FencedTask) -> None:
+        attempts.append(self.request.retries)
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+        workshop.write(self, "third time")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        assert workshop.wait(result.id, times=3) == "SUCCESS"
+    assert attempts == [0, 1, 2]
+    assert workshop.notes() == [("third time", 1)]
+    assert workshop.lease.outcome(result.id) == "committed"
+
+
+def test_retries_that_run_out_end_as_failed(workshop: Workshop) -> None:
+    """The last retry's exception is the outcome."""
+
+    @workshop.task(name="again", max_retries=1)
+    def again(self: FencedTask) -> None:
+        raise self.retry(countdown=0, exc=ValueError("enough"))
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        assert workshop.wait(result.id, times=2) == "FAILURE"
+    assert workshop.lease.outcome(result.id) == "failed"
+    assert workshop.result_state(result.id) == "FAILURE"
+
+
+def test_a_failure_after_the_final_block_leaves_the_run_committed(workshop: Workshop) -> None:
+    """What is written is written; the result is FAILURE and the log says why they differ."""
+
+    @workshop.task(name="late")
+    def late(self: FencedTask) -> None:
+        workshop.write(self, "stands")
+        raise ValueError("too late")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(late)
+        assert workshop.wait(result.id) == "FAILURE"
+    assert workshop.notes() == [("stands", 1)]
+    assert workshop.lease.outcome(result.id) == "committed"
+    assert workshop.result_state(result.id) == "FAILURE"
+    assert len(workshop.logged("failure-after-commit")) == 1
+
+
+def test_a_retry_after_the_final_block_is_an_error(workshop: Workshop) -> None:
+    """It could only end as a duplicate."""
+
+    @workshop.task(name="late")
+    def late(self: FencedTask) -> None:
+        workshop.write(self, "stands")
+        raise self.retry(countdown=0)
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(late)
+        assert workshop.wait(result.id) == "FAILURE"
+    assert len(workshop.published) == 1
+    assert "final=False" in str(workshop.app.AsyncResult(result.id).result)
+
+
+def test_a_retry_after_an_earlier_block_goes_on(workshop: Workshop) -> None:
+    """``final=False`` says that it may be done once per attempt."""
+
+    @workshop.task(name="steps")
+    def steps(self: FencedTask) -> None:
+        workshop.write(self, "step", final=False)
+        if self.request.retries == 0:
+            raise self.retry(countdown=0)
+        workshop.write(self, "end")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(steps)
+        assert workshop.wait(result.id, times=2) == "SUCCESS"
+    assert workshop.notes() == [("step", 1), ("step", 1), ("end", 1)]
+
+
+def test_a_retry_without_throwing_leaves_the_outcome_to_the_next_attempt(
+    workshop: Workshop,
+) -> None:
+    """``throw=False`` goes on after the retry was sent."""
+
+    @workshop.task(name="again")
+    def again(self: FencedTask) -> str:
+        if self.request.retries == 0:
+            self.retry(countdown=0, throw=False)
+            return "first"
+        workshop.write(self, "second")
+        return "second"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        assert workshop.wait(result.id, times=2) == "SUCCESS"
+    assert workshop.notes() == [("second", 1)]
+
+
+def test_raising_ignore_is_an_outcome(workshop: Workshop) -> None:
+    """The body chose to end without a result: it is not dispatched again."""
+
+    @workshop.task(name="skip")
+    def skip(self: FencedTask) -> None:
+        raise Ignore
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(skip)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert workshop.lease.outcome(result.id) == "committed"
+    assert workshop.refusals == []
+
+
+@pytest.mark.parametrize(("requeue", "outcome"), [(True, None), (False, "failed")])
+def test_rejecting_is_final_unless_the_message_goes_back(
+    workshop: Workshop, requeue: bool, outcome: str | None
+) -> None:
+    """A message that goes back to the queue is not over."""
+    rejected: list[str] = []
+
+    @workshop.task(name="reject", acks_late=True)
+    def reject(self: FencedTask) -> None:
+        if not rejected:
+            rejected.append(self.request.id)
+            raise Reject("not now", requeue=requeue)
+        workshop.write(self, "second delivery")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(reject)
+        workshop.wait(result.id, times=2 if requeue else 1)
+    assert workshop.lease.outcome(result.id) == ("committed" if requeue else outcome)
+
+
+def test_an_unencodable_result_is_a_failure_of_a_committed_run(workshop: Workshop) -> None:
+    """Celery's order: callbacks are sent, then the result turns out not to fit."""
+    workshop.app.conf.result_backend = "cache+memory://"
+
+    @workshop.task(name="odd")
+    def odd(self: FencedTask) -> object:
+        workshop.write(self, "stands")
+        return object()
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(odd)
+        assert workshop.wait(result.id) == "FAILURE"
+    assert workshop.lease.outcome(result.id) == "committed"
+    assert workshop.result_state(result.id) == "FAILURE"
+
+
+def test_states_of_a_stale_attempt_are_not_stored(workshop: Workshop) -> None:
+    """Custom states are checked before they are stored."""
+
+    @workshop.task(name="progress")
+    def progress(self: FencedTask) -> None:
+        self.update_state(state="PROGRESS", meta={"step": 1})
+        workshop.lease.depose()
+        self.update_state(state="PROGRESS", meta={"step": 2})
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(progress)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert workshop.app.AsyncResult(result.id).info == {"step": 1}
+
+
+def test_started_of_a_stale_message_is_not_stored(workshop: Workshop) -> None:
+    """Celery stores it before the body, ahead of the admission."""
+    workshop.app.conf.task_track_started = True
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        workshop.write(self, "once")
+
+    result = workshop.lease.dispatch(write)
+    workshop.lease.depose()
+    with workshop.worker():
+        assert workshop.wait(result.id) == "IGNORED"
+    assert workshop.result_state(result.id) == "PENDING"
+
+
+def test_ignore_result_settles_all_the_same(workshop: Workshop) -> None:
+    """The ledger does not depend on a result store."""
+
+    @workshop.task(name="quiet", ignore_result=True)
+    def quiet(self: FencedTask) -> None:
+        pass
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(quiet)
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert workshop.lease.outcome(result.id) == "committed"
+
+
+# --- the lease database is away -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["look", "settle"])
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_database_that_is_away_postpones_the_message(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, verb: str, acks_late: bool
+) -> None:
+    """Same id, stamps and retries; nothing is lost and nothing is decided."""
+    monkeypatch.setattr("celery_lease.task.FIRST_COUNTDOWN", 0.05)
+    store = fence_store(workshop.app)
+    real = getattr(store, verb)
+    away = [True, True]
+
+    def failing(*args: Any) -> Any:
+        if away:
+            away.pop()
+            raise StoreUnavailable("connection refused")
+        return real(*args)
+
+    monkeypatch.setattr(store, verb, failing)
+
+    @workshop.task(name="write", lease_patience=0, acks_late=acks_late)
+    def write(self: FencedTask, text: str) -> str:
+        return text
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write, ("hello",))
+        assert workshop.wait(result.id, times=3) == "SUCCESS"
+    assert [state for _, _, state in workshop.ended] == ["IGNORED", "IGNORED", "SUCCESS"]
+    assert len({tuple(sorted(stamps.items())) for _, _, stamps in workshop.published}) == 1
+    assert workshop.app.AsyncResult(result.id).get() == "hello"
+
+
+def test_a_short_absence_is_waited_for(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failover of the database takes seconds: no need to publish anything."""
+    store = fence_store(workshop.app)
+    real, away = store.look, [True, True]
+
+    def failing(*args: Any) -> Any:
+        if away:
+            away.pop()
+            raise StoreUnavailable("connection refused")
+        return real(*args)
+
+    monkeypatch.setattr(store, "look", failing)
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        pass
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert len(workshop.published) == 1
+
+
+# --- eager and direct calls ---------------------------------------------------------------
+
+
+def test_an_eager_task_under_a_stamp_is_fenced(workshop: Workshop) -> None:
+    """Eager mode wraps stamps in lists."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> int | None:
+        workshop.write(self, "eager")
+        return self.epoch
+
+    workshop.app.conf.task_always_eager = True
+    assert write.apply_async(**workshop.lease.options()).get() == 1
+    new = workshop.lease.depose()
+    assert write.apply_async(**workshop.lease.options()).state == "IGNORED"
+    assert run(write, under=new).get() == 2
+    assert workshop.notes() == [("eager", 1), ("eager", 2)]
+
+
+def test_a_task_called_eagerly_in_a_body_inherits_the_stamp(workshop: Workshop) -> None:
+    """Celery publishes nothing there, so the running tasks are asked."""
+    stamps: list[int | None] = []
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> str:
+        stamps.append(self.epoch)
+        workshop.write(self, "child")
+        return self.request.id
+
+    @workshop.task(name="stranger", inherit_epoch=False)
+    def stranger(self: FencedTask) -> None:
+        stamps.append(self.epoch)
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> str:
+        stranger.apply()
+        return child.apply().get(disable_sync_subtasks=False)
+
+    result = run(parent, under=workshop.lease)
+    assert stamps == [None, 1]
+    assert workshop.lease.outcome(result.get()) == "committed"
+    assert workshop.lease.outcome(result.id) == "committed"
+
+
+def test_a_task_called_like_a_function_works_behind_the_callers_fence(
+    workshop: Workshop,
+) -> None:
+    """Else its guarded block would write unguarded, in silence."""
+
+    @workshop.task(name="helper")
+    def helper(self: FencedTask) -> None:
+        workshop.write(self, "helped")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask, depose: bool) -> None:
+        if depose:
+            workshop.lease.depose()
+        helper()
+
+    assert run(parent, False, under=workshop.lease).state == "SUCCESS"
+    assert run(parent, True, under=workshop.lease).state == "IGNORED"
+    assert workshop.notes() == [("helped", 1)]
+
+
+def test_a_body_that_calls_itself_is_admitted_once(workshop: Workshop) -> None:
+    """Recursion is a function call."""
+
+    @workshop.task(name="count")
+    def count(self: FencedTask, down: int) -> int:
+        return 0 if down == 0 else 1 + self(down - 1)
+
+    assert run(count, 3, under=workshop.lease).get() == 3
+    with workshop.worker():
+        result = workshop.lease.dispatch(count, (3,))
+        assert workshop.wait(result.id) == "SUCCESS"
+
+
+# --- what would by-pass the fence ---------------------------------------------------------
+
+
+def test_a_backend_of_its_own_is_a_configuration_error(workshop: Workshop) -> None:
+    """It would replace the guarded one without a word."""
+    with pytest.raises(ConfigurationError, match="result_backend"):
+
+        @workshop.plain(base=FencedTask, backend=workshop.app.backend, lazy=False)
+        def write() -> None:
+            pass
+
+
+def test_a_call_method_without_super_is_a_configuration_error(workshop: Workshop) -> None:
+    """The fence is in ``__call__``."""
+
+    class Timed(FencedTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+    with pytest.raises(ConfigurationError, match="super"):
+
+        @workshop.plain(base=Timed, lazy=False)
+        def write() -> None:
+            pass
+
+
+def test_a_call_method_with_super_is_fine(workshop: Workshop) -> None:
+    """The stack of requests is the same with and without it."""
+    called: list[str] = []
+
+    class Timed(FencedTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            called.append(self.request.id)
+            return super().__call__(*args, **kwargs)
+
+    @workshop.plain(base=Timed, bind=True, name="timed")
+    def write(self: FencedTask) -> None:
+        workshop.write(self, "timed")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "SUCCESS"
+    stale = workshop.lease
+    stale.depose()
+    assert run(write, under=stale).state == "IGNORED"
+    assert workshop.notes() == [("timed", 1)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("worker_deduplicate_successful_tasks", True), ("task_protocol", 1)]
+)
+def test_settings_that_by_pass_the_fence_are_configuration_errors(
+    workshops: Callable[..., Workshop], sqlite_url: str, setting: str, value: Any
+) -> None:
+    """One sends callbacks before any fence, the other cannot carry stamps."""
+    workshop = workshops(sqlite_url, **{setting: value})
+    with pytest.raises(ConfigurationError, match=setting):
+
+        @workshop.plain(base=FencedTask, lazy=False)
+        def write() -> None:
+            pass
+
+    workshop.app.conf[setting] = None if setting == "task_protocol" else False
+
+
+def test_statements_are_counted_not_timed(workshop: Workshop) -> None:
+    """One for the admission, and one more than the user's own."""
+    own: list[str] = []
+    users: list[str] = []
+    store = fence_store(workshop.app)
+    sa.event.listen(store.engine, "before_cursor_execute", lambda *a: own.append(a[2]))
+    sa.event.listen(workshop.engine, "before_cursor_execute", lambda *a: users.append(a[2]))
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        workshop.write(self, "counted")
+
+    assert run(write, under=workshop.lease).state == "SUCCESS"
+    assert len([each for each in own if "PRAGMA" not in each]) == 1
+    assert len(users) == 2
