@@ -141,7 +141,7 @@ class LogEventDirective(GenericObject):
         except ValueError:
             action = None
         if action is not None:
-            level = logging.getLevelName(logs._LEVELS[action])  # noqa: SLF001
+            level = logging.getLevelName(logs._LEVELS[action])
             line = example_of(action)
         else:
             level, line = self.options.get("level"), self.options.get("line")
