@@ -61,8 +61,7 @@ class Workshop:
         self.ended: list[tuple[str, str, str]] = []
         #: What task_refused said.
         self.refusals: list[dict[str, Any]] = []
-        #: (task name, task id, stamps) of everything that was published.
-        self.published: list[tuple[str, str, dict[str, Any]]] = []
+        self._headers: list[dict[str, Any]] = []
         #: What the task side logged. Celery's log set-up removes caplog's handler.
         self.records: list[logging.LogRecord] = []
         self._handler = logging.Handler()
@@ -75,12 +74,19 @@ class Workshop:
     def _note_end(self, sender: Any = None, task_id: str = "", state: str = "", **_: Any) -> None:
         self.ended.append((sender.name, task_id, state))
 
-    def _note_publish(self, sender: str = "", headers: Any = None, **_: Any) -> None:
-        self.published.append((sender, headers["id"], dict(headers.get("stamps") or {})))
+    def _note_publish(self, headers: Any = None, **_: Any) -> None:
+        self._headers.append(headers)
 
     def _note_refusal(self, sender: Any = None, **what: Any) -> None:
         what.pop("signal", None)
         self.refusals.append({"task": sender.name, **what})
+
+    @property
+    def published(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """(task name, task id, stamps) of everything that was published, oldest first."""
+        return [
+            (each["task"], each["id"], dict(each.get("stamps") or {})) for each in self._headers
+        ]
 
     def task(self, **options: Any) -> Any:
         """Decorate a fenced, bound task."""

@@ -1,0 +1,400 @@
+"""What a stamped task sends: it inherits the stamp, settles itself, and is never lost or hung."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import chain, chord, group
+
+from celery_lease import FencedTask
+from celery_lease.testing import run
+from tests.integration.workshop import Workshop
+from tests.services.base import wait_until
+
+
+def stamps_of(workshop: Workshop, name: str) -> dict[str, Any]:
+    """Return the stamps of the last message of a task."""
+    return [stamps for each, _, stamps in workshop.published if each == name][-1]
+
+
+def id_of(workshop: Workshop, name: str) -> str:
+    """Return the id of the last message of a task."""
+    return [task_id for each, task_id, _ in workshop.published if each == name][-1]
+
+
+def published(workshop: Workshop, name: str, times: int = 1) -> str:
+    """Wait until a task was published so many times; return its last id."""
+    wait_until(lambda: sum(each == name for each, _, _ in workshop.published) >= times)
+    return id_of(workshop, name)
+
+
+def test_everything_that_a_stamped_task_sends_inherits_its_stamp(workshop: Workshop) -> None:
+    """Nested calls, callbacks, chains, groups, a chord's header and body, plain tasks too."""
+
+    @workshop.plain(name="plain_child")
+    def plain_child() -> None:
+        grandchild.delay()
+
+    @workshop.task(name="grandchild")
+    def grandchild(self: FencedTask) -> None:
+        workshop.write(self, "grandchild")
+
+    @workshop.plain(name="linked")
+    def linked(value: Any) -> None:
+        pass
+
+    @workshop.plain(name="member")
+    def member() -> int:
+        return 1
+
+    @workshop.plain(name="body")
+    def body(values: list[int]) -> None:
+        pass
+
+    @workshop.plain(name="first")
+    def first() -> None:
+        pass
+
+    @workshop.plain(name="second")
+    def second() -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        plain_child.delay()
+        chord([member.s(), member.s()], body.s()).delay()
+        chain(first.si(), second.si()).delay()
+        workshop.app.send_task("first")
+
+    names = ("plain_child", "grandchild", "linked", "member", "body", "first", "second")
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent, link=linked.s())
+        expected = workshop.lease.stamp(result.id).stamps()
+        for name in names:
+            workshop.wait(published(workshop, name))
+    for name in names:
+        assert stamps_of(workshop, name) == expected, name
+    assert workshop.notes() == [("grandchild", 1)]
+    assert workshop.lease.outcome(id_of(workshop, "grandchild")) == "committed"
+
+
+def test_the_users_own_stamps_travel_beside_ours(workshop: Workshop) -> None:
+    """Merged on the way out, left alone on the way on."""
+
+    @workshop.plain(name="child")
+    def child() -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        child.apply_async(stamped_headers=["colour"], colour="green")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent, stamped_headers=["colour"], colour="red")
+        workshop.wait(published(workshop, "child"))
+    ours = workshop.lease.stamp(result.id).stamps()
+    assert stamps_of(workshop, "parent") == {"colour": "red", **ours}
+    assert stamps_of(workshop, "child") == {"colour": "green", **ours}
+
+
+def test_a_task_that_must_not_inherit_runs_unfenced(workshop: Workshop) -> None:
+    """``inherit_epoch = False``: a clean-up, say, that is right under any epoch."""
+    seen: list[int | None] = []
+
+    @workshop.task(name="cleanup", inherit_epoch=False)
+    def cleanup(self: FencedTask) -> None:
+        seen.append(self.epoch)
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        cleanup.delay()
+
+    with workshop.worker():
+        workshop.lease.dispatch(parent)
+        workshop.wait(published(workshop, "cleanup"))
+    assert seen == [None]
+    assert stamps_of(workshop, "cleanup") == {}
+
+
+def test_a_stamp_of_another_lease_is_left_alone(workshop: Workshop) -> None:
+    """Whoever stamps a message by hand knows why."""
+
+    @workshop.plain(name="foreign")
+    def foreign() -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        foreign.apply_async(
+            stamped_headers=["lease_name", "lease_epoch", "lease_term", "lease_run"],
+            lease_name="other",
+            lease_epoch=9,
+            lease_term="t",
+            lease_run="r",
+        )
+
+    with workshop.worker():
+        workshop.lease.dispatch(parent)
+        published(workshop, "foreign")
+    assert stamps_of(workshop, "foreign")["lease_name"] == "other"
+
+
+def test_an_unstamped_task_in_the_same_process_stays_clean(workshop: Workshop) -> None:
+    """Nothing leaks from one task to the next."""
+
+    @workshop.plain(name="child")
+    def child() -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        child.delay()
+
+    with workshop.worker():
+        workshop.wait(workshop.lease.dispatch(parent).id)
+        workshop.wait(parent.delay().id)
+        published(workshop, "child", times=2)
+    assert stamps_of(workshop, "child") == {}
+
+
+def test_a_fenced_child_that_goes_stale_before_its_run_is_settled_ends(
+    workshop: Workshop,
+) -> None:
+    """Its run is dispatched again and sends children of its own, so this one must go."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "child")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        child.apply_async(countdown=0.3)
+        workshop.lease.depose()
+        workshop.write(self, "parent")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "IGNORED"
+        child_id = published(workshop, "child")
+        assert workshop.wait(child_id) == "IGNORED"
+    assert workshop.notes() == []
+    assert workshop.lease.run_state(result.id) == "refused"
+    # A child's id belongs to one attempt: whoever waits for it has to hear of an end.
+    assert workshop.result_state(child_id) == "FAILURE"
+    assert "stale" in str(workshop.app.AsyncResult(child_id).result)
+
+
+@pytest.mark.parametrize("takeovers", [1, 2])
+def test_what_follows_a_settled_run_is_carried_on_under_the_new_epoch(
+    workshop: Workshop, takeovers: int
+) -> None:
+    """Its run is not dispatched again, so it would be lost: once and twice taken over."""
+    lease = workshop.lease
+
+    @workshop.task(name="follow_up")
+    def follow_up(self: FencedTask, value: str) -> None:
+        nonlocal lease
+        if self.epoch <= takeovers:
+            lease = lease.depose()
+        workshop.write(self, value)
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> str:
+        workshop.write(self, "parent")
+        return "follow-up"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent, link=follow_up.s())
+        child_id = published(workshop, "follow_up", times=1 + takeovers)
+        assert workshop.wait(child_id, times=1 + takeovers) == "SUCCESS"
+    assert len({each for name, each, _ in workshop.published if name == "follow_up"}) == 1
+    assert workshop.notes() == [("parent", 1), ("follow-up", 1 + takeovers)]
+    assert workshop.lease.outcome(child_id) == "committed"
+    assert stamps_of(workshop, "follow_up")["lease_run"] == result.id
+    assert stamps_of(workshop, "follow_up")["lease_origin"] == f"1:{workshop.lease.term.uuid}"
+    assert workshop.result_state(child_id) == "SUCCESS"
+
+
+def test_what_follows_a_plain_tasks_run_is_carried_on_too(workshop: Workshop) -> None:
+    """Nobody settles a plain task's run, and it is not dispatched again either."""
+    from datetime import datetime, timezone
+
+    from celery_lease import Occurrence
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "child")
+
+    @workshop.plain(name="parent")
+    def parent() -> None:
+        child.delay()
+        workshop.lease.depose()
+
+    occurrence = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
+    workshop.lease.record(occurrence, fenced=False)
+    with workshop.worker():
+        parent.apply_async(**workshop.lease.options(occurrence.run_id))
+        child_id = published(workshop, "child", times=2)
+        assert workshop.wait(child_id, times=2) == "SUCCESS"
+    assert workshop.notes() == [("child", 2)]
+
+
+def test_a_refused_member_does_not_hang_its_chord(workshop: Workshop) -> None:
+    """Its part of the chord is returned as a failure."""
+    heard: list[str] = []
+
+    @workshop.task(name="member")
+    def member(self: FencedTask, depose: bool) -> int:
+        if depose:
+            workshop.lease.depose()
+        workshop.write(self, "member")
+        return 1
+
+    @workshop.plain(name="body")
+    def body(values: list[int]) -> None:
+        heard.append("body")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> str:
+        result = chord([member.s(False), member.s(True)], body.s()).delay()
+        self.fence.ticket  # noqa: B018 - fenced
+        self.retry(countdown=60, throw=False)
+        return result.id
+
+    workshop.app.conf.result_backend = "cache+memory://"
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "SUCCESS"
+        body_id = workshop.app.AsyncResult(result.id).result
+        wait_until(lambda: workshop.result_state(body_id) == "FAILURE", timeout=20)
+    assert heard == []
+
+
+def test_a_refused_step_ends_its_chain(workshop: Workshop) -> None:
+    """``.get()`` on the last step comes back."""
+
+    @workshop.task(name="step")
+    def step(self: FencedTask) -> None:
+        workshop.lease.depose()
+        workshop.write(self, "step")
+
+    @workshop.plain(name="last")
+    def last() -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> str:
+        last_id = chain(step.si(), last.si()).delay().id
+        self.retry(countdown=60, throw=False)
+        return last_id
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "SUCCESS"
+        last_id = workshop.app.AsyncResult(result.id).result
+        wait_until(lambda: workshop.result_state(last_id) == "FAILURE", timeout=20)
+
+
+@pytest.mark.parametrize("kind", ["fenced", "plain", "chain", "group", "unfenced"])
+def test_a_replaced_task_settles_its_run_once(workshop: Workshop, kind: str) -> None:
+    """By the task that takes over the id, or at the replacement where that one cannot."""
+    workshop.app.conf.result_backend = "cache+memory://"
+
+    @workshop.task(name="fenced")
+    def fenced(self: FencedTask) -> str:
+        workshop.write(self, "fenced")
+        return "end"
+
+    @workshop.task(name="unfenced", inherit_epoch=False)
+    def unfenced(self: FencedTask) -> str:
+        return "end"
+
+    @workshop.plain(name="plain")
+    def plain() -> str:
+        return "end"
+
+    sigs = {
+        "fenced": lambda: fenced.si(),
+        "unfenced": lambda: unfenced.si(),
+        "plain": lambda: plain.si(),
+        "chain": lambda: chain(plain.si(), fenced.si()),
+        "group": lambda: group(plain.si(), plain.si()),
+    }
+    seen: list[str | None] = []
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        raise self.replace(sigs[kind]())
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        workshop.wait(result.id)
+        seen.append(workshop.lease.outcome(result.id))
+        wait_until(lambda: workshop.result_state(result.id) == "SUCCESS", timeout=20)
+    settles_itself = kind in ("fenced", "chain")
+    if not settles_itself:
+        assert seen == ["committed"]
+    assert workshop.lease.outcome(result.id) == "committed"
+    assert workshop.notes() == ([("fenced", 1)] if settles_itself else [])
+    assert workshop.refusals == []
+
+
+def test_a_replaced_task_in_a_chain_leaves_the_rest_to_the_chain(workshop: Workshop) -> None:
+    """The replacement has the id; the steps after it have theirs."""
+
+    @workshop.task(name="fenced")
+    def fenced(self: FencedTask) -> None:
+        workshop.write(self, "fenced")
+
+    @workshop.task(name="rest")
+    def rest(self: FencedTask) -> None:
+        workshop.write(self, "rest")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        raise self.replace(fenced.si())
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent, chain=[rest.si()])
+        workshop.wait(published(workshop, "rest"))
+    assert workshop.notes() == [("fenced", 1), ("rest", 1)]
+    assert workshop.lease.outcome(result.id) == "committed"
+    assert workshop.lease.outcome(id_of(workshop, "rest")) == "committed"
+
+
+def test_a_stale_task_publishes_no_replacement(workshop: Workshop) -> None:
+    """It is refused where it would hand its id on."""
+
+    @workshop.task(name="fenced")
+    def fenced(self: FencedTask) -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        workshop.lease.depose()
+        raise self.replace(fenced.si())
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "IGNORED"
+    assert [name for name, _, _ in workshop.published] == ["parent"]
+    assert workshop.lease.run_state(result.id) == "refused"
+
+
+def test_an_eager_replacement_settles_the_run_once(workshop: Workshop) -> None:
+    """It runs inside the body that it replaces, under the same id."""
+
+    @workshop.task(name="fenced")
+    def fenced(self: FencedTask) -> str:
+        workshop.write(self, "fenced")
+        return "end"
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> Any:
+        return self.replace(fenced.si())
+
+    result = run(parent, under=workshop.lease)
+    assert result.get() == "end"
+    assert workshop.notes() == [("fenced", 1)]
+    assert workshop.lease.outcome(result.id) == "committed"
