@@ -23,7 +23,7 @@ from celery_lease.errors import CeleryLeaseError, ConfigurationError, StoreUnava
 from celery_lease.lease import MAX_EPOCH, Holder, Lease, TermRecord
 from celery_lease.settings import Settings, duration
 from celery_lease.stores import ddl
-from celery_lease.stores.dialects import is_certainly_wrong
+from celery_lease.stores.dialects import is_certainly_wrong, masked
 from celery_lease.stores.leases import SQLLeaseStore
 
 __all__ = ["lease"]
@@ -88,16 +88,24 @@ def _settings(**given: Any) -> Settings:
 def _store(settings: Settings) -> Iterator[SQLLeaseStore]:
     store = SQLLeaseStore(settings.url, settings.engine_options)
     try:
-        yield store
+        with _one_line(store.shown):
+            yield store
+    finally:
+        store.dispose()
+
+
+@contextmanager
+def _one_line(shown: str) -> Iterator[None]:
+    """Name the setting where a database cannot be reached."""
+    try:
+        yield
     except StoreUnavailable as error:
-        said = f"beat_lease_url = {store.shown!r}: {error}"
+        said = f"beat_lease_url = {shown!r}: {error}"
         if is_certainly_wrong(error):
             raise ConfigurationError(
                 f"{said}; correct its user, password or database", setting="beat_lease_url"
             ) from None
         raise StoreUnavailable(f"{said}; is the database up?") from None
-    finally:
-        store.dispose()
 
 
 # --- looking ------------------------------------------------------------------------------
@@ -304,17 +312,21 @@ def check(url: str | None, rounds: int, as_json: bool) -> None:
     should schedule on this database.
     """
     settings = _settings(url=url)
-    findings = canary.run(settings.url, settings.engine_options, rounds=rounds)
-    ok = all(each.ok for each in findings)
+    with _one_line(masked(settings.url)):
+        findings = canary.run(
+            settings.url, settings.engine_options, rounds=rounds, create=settings.auto_init
+        )
+    ok = all(each.status is not canary.Status.FAILED for each in findings)
     if as_json:
-        plain = [dataclasses.asdict(each) for each in findings]
+        plain = [_plain(each) for each in findings]
         _print_json({"ok": ok, "checks": plain, "unknown": canary.UNKNOWN})
     else:
         for each in findings:
-            click.echo(f"{'ok  ' if each.ok else 'FAIL'}  {each.check}: {each.detail}")
-        click.echo("What no check can know:")
+            click.echo(f"{each.status.value:7} {each.check}: {each.detail}")
+        click.echo("what no check from here can know:")
         for text in canary.UNKNOWN:
-            click.echo(f"  {text}")
+            click.echo(f"  - {text}")
+        click.echo("sound" if ok else "conflict: nobody should schedule on this database")
     if not ok:
         raise click.exceptions.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from celery_lease.errors import StoreContention, StoreUnavailable
+from celery_lease.errors import StoreContention, StoreError, StoreUnavailable
 from celery_lease.stores.dialects import Database, create_engine, database_of, masked, translated
 
 __all__ = ["SQLStore"]
@@ -57,18 +57,28 @@ class SQLStore:
         self.engine.dispose()
 
     @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn errors into StoreErrors: rows that are not taken are nobody's but ours here."""
+        try:
+            with translated(self.engine):
+                yield
+        except (sa.exc.IntegrityError, sa.exc.DataError) as error:
+            said = " ".join(str(error.orig).split())
+            raise StoreError(f"the tables in {self.shown} do not take a row: {said}") from error
+
+    @contextmanager
     def _statement(self) -> Iterator[sa.Connection]:
         """Yield a connection for one statement that commits by itself.
 
         A session left half-open in a transaction would block every candidate.
         """
-        with translated(self.engine), self.engine.connect() as connection:
+        with self._translated(), self.engine.connect() as connection:
             yield connection.execution_options(isolation_level="AUTOCOMMIT")
 
     @contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:
         """Yield a connection in a transaction, for what one statement cannot do."""
-        with translated(self.engine), self.engine.begin() as connection:
+        with self._translated(), self.engine.begin() as connection:
             yield connection
 
     def _row(self, query: sa.Select[Any]) -> sa.Row[Any] | None:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from celery_lease.errors import NotWritable, SchemaMismatch, StoreUnavailable
 from celery_lease.lease import Fence, Holder, Lease, Term
 from celery_lease.stores.base import Raised, Renewal
-from celery_lease.stores.dialects import from_now, translated, utcnow
+from celery_lease.stores.dialects import from_now, utcnow
 from celery_lease.stores.repair import Repair
 from celery_lease.stores.rows import SEEN, end, is_term, seen
 from celery_lease.stores.schema import (
@@ -51,7 +51,7 @@ class SQLLeaseStore(Repair):
             return None
 
     def _create(self) -> None:
-        with translated(self.engine), self.database.schema_lock(self.engine) as connection:
+        with self._translated(), self.database.schema_lock(self.engine) as connection:
             metadata.create_all(connection, checkfirst=True)
             # Last, so that tables without it are known to be half made.
             connection.execute(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -12,7 +12,16 @@ from celery_lease.errors import StoreError
 from celery_lease.stores.dialects.clock import utcnow
 from celery_lease.stores.schema import commit_table, fence_table, lease_table
 
-__all__ = ["BOTH", "COMMIT_COLUMNS", "Database", "commit_row", "is_current"]
+__all__ = ["BOTH", "COMMIT_COLUMNS", "Database", "Weakness", "commit_row", "is_current"]
+
+
+class Weakness(NamedTuple):
+    """Something about a server that can cost acknowledged epochs."""
+
+    #: Whether it is certain to, at the first crash.
+    certain: bool
+    #: What it is, in words.
+    text: str
 
 
 class Database:
@@ -54,6 +63,14 @@ class Database:
 
     def read_only(self, connection: sa.Connection) -> str | None:
         """Return why nobody should lead on this server; None if it takes writes."""
+        return None
+
+    def weaknesses(self, connection: sa.Connection) -> list[Weakness]:
+        """Return what about this server can lose an epoch that it acknowledged."""
+        return []
+
+    def session(self, connection: sa.Connection) -> int | None:
+        """Return the number of the server's session behind a connection, where it has one."""
         return None
 
     def classify(self, orig: BaseException) -> type[StoreError] | None:

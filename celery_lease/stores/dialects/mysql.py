@@ -21,9 +21,15 @@ from celery_lease.errors import (
     StoreError,
     StoreUnavailable,
 )
-from celery_lease.stores.dialects.base import COMMIT_COLUMNS, Database, commit_row, is_current
+from celery_lease.stores.dialects.base import (
+    COMMIT_COLUMNS,
+    Database,
+    Weakness,
+    commit_row,
+    is_current,
+)
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
-from celery_lease.stores.schema import commit_table, fence_table
+from celery_lease.stores.schema import commit_table, fence_table, metadata
 
 __all__ = ["MySQL"]
 
@@ -112,6 +118,27 @@ class MySQL(Database):
         """Refuse a read-only server, even where a privileged role could write there."""
         value = connection.execute(sa.text("SELECT @@global.read_only")).scalar()
         return "the server is read-only (@@read_only)" if str(value) not in ("0", "OFF") else None
+
+    def weaknesses(self, connection: sa.Connection) -> list[Weakness]:
+        """Look for engines without transactions, and for commits that do not wait for the disk."""
+        tables = sa.text(
+            "SELECT table_name, engine FROM information_schema.tables "
+            "WHERE table_schema = DATABASE() AND table_name IN :tables"
+        ).bindparams(sa.bindparam("tables", list(metadata.tables), expanding=True))
+        found = [
+            Weakness(True, f"{name} is in {engine}, which knows no transactions; use InnoDB")
+            for name, engine in connection.execute(tables)
+            if engine.upper() != "INNODB"
+        ]
+        flush = connection.execute(sa.text("SELECT @@innodb_flush_log_at_trx_commit")).scalar()
+        if int(flush or 0) != 1:
+            text = f"innodb_flush_log_at_trx_commit = {flush}: a crash can lose commits"
+            found.append(Weakness(False, text))
+        return found
+
+    def session(self, connection: sa.Connection) -> int | None:
+        """Ask for the thread that serves this connection."""
+        return connection.execute(sa.select(sa.func.connection_id())).scalar()
 
     def classify(self, orig: BaseException) -> type[StoreError] | None:
         """Go by the error number."""

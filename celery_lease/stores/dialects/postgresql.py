@@ -24,11 +24,12 @@ from celery_lease.stores.dialects.base import (
     BOTH,
     COMMIT_COLUMNS,
     Database,
+    Weakness,
     commit_row,
     is_current,
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
-from celery_lease.stores.schema import commit_table, fence_table, lease_table
+from celery_lease.stores.schema import commit_table, fence_table, lease_table, metadata
 
 __all__ = ["PostgreSQL"]
 
@@ -126,6 +127,26 @@ class PostgreSQL(Database):
         if row[0]:
             return "the server is a standby (pg_is_in_recovery)"
         return "the session is read-only (transaction_read_only)" if row[1] == "on" else None
+
+    def weaknesses(self, connection: sa.Connection) -> list[Weakness]:
+        """Look for tables that a crash empties, and for commits that do not wait for the disk."""
+        unlogged = connection.execute(
+            sa.text(
+                "SELECT relname FROM pg_class WHERE relpersistence = 'u' "
+                "AND oid = ANY (SELECT to_regclass(t) FROM unnest(CAST(:tables AS text[])) AS t)"
+            ),
+            {"tables": list(metadata.tables)},
+        ).scalars()
+        found = [Weakness(True, f"{table} is UNLOGGED: a crash empties it") for table in unlogged]
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            value = connection.execute(sa.select(sa.func.current_setting(setting))).scalar()
+            if value == "off":
+                found.append(Weakness(False, f"{setting} = off: a crash can lose commits"))
+        return found
+
+    def session(self, connection: sa.Connection) -> int | None:
+        """Ask for the process that serves this connection."""
+        return connection.execute(sa.select(sa.func.pg_backend_pid())).scalar()
 
     def classify(self, orig: BaseException) -> type[StoreError] | None:
         """Go by SQLSTATE; a connection that broke has none."""

@@ -25,6 +25,7 @@ from celery_lease.stores.dialects.base import (
     BOTH,
     COMMIT_COLUMNS,
     Database,
+    Weakness,
     commit_row,
     is_current,
 )
@@ -116,6 +117,16 @@ class SQLite(Database):
             return "the file is read-only"
         connection.exec_driver_sql("ROLLBACK")
         return None
+
+    def weaknesses(self, connection: sa.Connection) -> list[Weakness]:
+        """Look at the journal, and whether commits wait for the disk."""
+        found = []
+        journal = str(connection.exec_driver_sql("PRAGMA journal_mode").scalar())
+        if journal.lower() in ("off", "memory"):
+            found.append(Weakness(True, f"journal_mode = {journal}: a crash can ruin the file"))
+        if connection.exec_driver_sql("PRAGMA synchronous").scalar() == 0:
+            found.append(Weakness(False, "synchronous = OFF: a power cut can lose commits"))
+        return found
 
     def classify(self, orig: BaseException) -> type[StoreError] | None:
         """Go by the message: Python 3.10 gives no code."""

@@ -1,0 +1,99 @@
+"""A lease store with the verbs that trying a database out needs. Nothing else uses them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+
+import sqlalchemy as sa
+
+from celery_lease.lease import Term
+from celery_lease.stores.dialects import from_now, utcnow
+from celery_lease.stores.dialects.base import Weakness
+from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.schema import commit_table, fence_table, lease_table, term_table
+
+__all__ = ["Probe"]
+
+
+class Probe(SQLLeaseStore):
+    """One client of the database that is tried out."""
+
+    def expire(self, name: str) -> None:
+        """Let a lease's time pass."""
+        self._rowcount(
+            sa.update(lease_table)
+            .where(lease_table.c.name == name)
+            .values(expires_at=from_now(-0.001))
+        )
+
+    def write(self, term: Term, task_id: str) -> bool:
+        """Commit a guarded write under *term*; False where it was refused as stale."""
+        with self.writing(term, task_id) as passed:
+            return passed
+
+    @contextmanager
+    def writing(self, term: Term, task_id: str) -> Iterator[bool]:
+        """Do the same, with its COMMIT at the end of the block; yield whether it passed."""
+        with self._transaction() as connection:
+            yield self.database.settle(
+                connection,
+                idle=5.0,
+                task_id=task_id,
+                lease=term.name,
+                epoch=term.epoch,
+                term=term.uuid,
+                execution=str(uuid.uuid4()),
+                outcome="committed",
+            )
+
+    def written(self, task_id: str) -> bool:
+        """Return whether a guarded write is there."""
+        found = sa.select(commit_table.c.epoch).where(commit_table.c.task_id == task_id)
+        return self._row(found) is not None
+
+    def skew(self) -> tuple[float, float]:
+        """Return how far this host's clock is ahead of the database's, give or take so much."""
+        with self._statement() as connection:
+            before = datetime.now(timezone.utc)
+            at: datetime = connection.execute(sa.select(utcnow())).scalar_one()
+            after = datetime.now(timezone.utc)
+        doubt = (after - before) / 2
+        return (before + doubt - at).total_seconds(), doubt.total_seconds()
+
+    def weaknesses(self) -> list[Weakness]:
+        """Return what about this server can lose an epoch that it acknowledged."""
+        with self._statement() as connection:
+            return self.database.weaknesses(connection)
+
+    def is_pooled(self, other: Probe) -> bool:
+        """Return whether a pooler gives one connection's transactions to several sessions.
+
+        Two clients let go of their sessions and take one again, in the other order:
+        through a pooler in transaction mode, each may get the other's.
+        """
+        session = self.database.session
+        with (
+            self._translated(),
+            self.engine.connect() as ours,
+            other.engine.connect() as theirs,
+        ):
+            for first, second in ((ours, theirs), (theirs, ours)):
+                before = session(first), session(second)
+                first.rollback()
+                second.rollback()
+                after = session(second), session(first)
+                first.rollback()
+                second.rollback()
+                if before != tuple(reversed(after)):
+                    return True
+        return False
+
+    def remove(self, name: str) -> None:
+        """Delete all that a lease left in the tables."""
+        with self._transaction() as connection:
+            connection.execute(sa.delete(commit_table).where(commit_table.c.lease == name))
+            for table in (term_table, fence_table, lease_table):
+                connection.execute(sa.delete(table).where(table.c.name == name))
