@@ -1,0 +1,265 @@
+"""What the worker's parent process reports, and the order of results, on real workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_lease.lease import Term
+from celery_lease.testing import HeldLease, hold
+from tests.integration.app import make_app
+from tests.services import Redis
+from tests.services.base import wait_until
+from tests.services.processes import CeleryProcess
+
+pytestmark = pytest.mark.redis
+
+BACKENDS = ["redis", "db", "file", "rpc"]
+_keys = (f"k{number}" for number in itertools.count())
+
+
+class Floor:
+    """A worker process, the app to send with, and a lease to send under."""
+
+    def __init__(self, kind: str, redis: Redis, directory: Path) -> None:
+        self.kind = kind
+        self.marks = directory / "marks"
+        self.marks.mkdir()
+        (directory / "results").mkdir()
+        self.url = f"sqlite:///{directory / 'lease.sqlite3'}"
+        backend = {
+            "redis": redis.create_database(),
+            "db": f"db+sqlite:///{directory / 'results.sqlite3'}",
+            "file": f"file://{directory / 'results'}",
+            "rpc": "rpc://",
+        }[kind]
+        broker = redis.create_database()
+        self.lease: HeldLease = hold(self.url)
+        self.app: Celery = make_app(self.url, broker, backend, str(self.marks))
+        self.worker = CeleryProcess.worker(
+            "tests.integration.app",
+            directory=directory,
+            concurrency=2,
+            env={
+                "FLOOR_LEASE": self.url,
+                "FLOOR_BROKER": broker,
+                "FLOOR_BACKEND": backend,
+                "FLOOR_MARKS": str(self.marks),
+            },
+        )
+
+    def send(self, key: str, then: str = "return", **options: Any) -> Any:
+        """Dispatch the task as a beat would, with an errback."""
+        commit = options.pop("commit", False)
+        return self.lease.dispatch(
+            self.app.tasks["work"],
+            (key, then, commit),
+            entry=key,
+            link_error=self.app.tasks["errback"].s(),
+            **options,
+        )
+
+    def send_again(self, task_id: str, key: str, then: str = "return") -> Any:
+        """Send another attempt of a run under the lease that is held now."""
+        return self.app.tasks["work"].apply_async(
+            (key, then), link_error=self.app.tasks["errback"].s(), **self.lease.options(task_id)
+        )
+
+    def began(self, key: str) -> None:
+        """Wait until the body runs."""
+        wait_until(lambda: (self.marks / f"{key}.began").exists(), message=f"{key} to begin")
+
+    def go(self, key: str) -> None:
+        """Let the body go on."""
+        (self.marks / f"{key}.go").touch()
+
+    def depose(self) -> Term:
+        """Have another holder take over; go on under its lease."""
+        self.lease = self.lease.depose()
+        return self.lease.term
+
+    def errbacks(self, task_id: str) -> list[str]:
+        """Return the epochs that the errback of a task was called under."""
+        return [each.suffix[9:] for each in self.marks.glob(f"{task_id}.errback-*")]
+
+    def said(self, text: str) -> None:
+        """Wait until the worker said something."""
+        self.worker.wait_for_log(text, 30)
+
+    def close(self) -> None:
+        """End the worker and all connections."""
+        self.worker.teardown()
+        self.lease.close()
+        self.app.engine.dispose()
+        self.app.close()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def floor(
+    request: pytest.FixtureRequest,
+    redis_server: Redis,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Floor]:
+    """A floor with each kind of result backend."""
+    floor = Floor(request.param, redis_server, tmp_path_factory.mktemp("floor"))
+    try:
+        floor.worker.start().ready()
+        yield floor
+    finally:
+        floor.close()
+
+
+@pytest.fixture
+def key() -> str:
+    """A name for the task of this test."""
+    return next(_keys)
+
+
+def test_a_hard_time_limit_of_a_current_run_is_settled_by_the_parent(
+    floor: Floor, key: str
+) -> None:
+    """The child is dead, so the parent records the outcome before it stores the result."""
+    result = floor.send(key, time_limit=1)
+    wait_until(lambda: floor.lease.outcome(result.id) == "failed")
+    wait_until(lambda: result.state == "FAILURE")
+    # The errback is stamped: the parent, which has no current task, is lent the stamp.
+    wait_until(lambda: floor.errbacks(result.id))
+    assert floor.errbacks(result.id) == [str(floor.lease.epoch)]
+
+
+def test_a_hard_time_limit_of_a_stale_run_reports_nothing(floor: Floor, key: str) -> None:
+    """Another attempt decides how the run ends."""
+    result = floor.send(key, time_limit=2)
+    floor.began(key)
+    floor.depose()
+    floor.said(f"Task refused: work[{result.id}] (at failed)")
+    wait_until(lambda: floor.lease.run_state(result.id) == "refused")
+    assert floor.lease.outcome(result.id) is None
+    assert result.state == "PENDING"
+    assert floor.errbacks(result.id) == []
+
+
+def test_a_soft_time_limit_is_a_failure_like_any_other(floor: Floor, key: str) -> None:
+    """It is raised in the body, so the child settles it."""
+    result = floor.send(key, soft_time_limit=1)
+    wait_until(lambda: result.state == "FAILURE")
+    assert floor.lease.outcome(result.id) == "failed"
+
+
+def test_a_soft_time_limit_of_a_stale_run_is_refused(floor: Floor, key: str) -> None:
+    """Refused where the failure would be settled."""
+    result = floor.send(key, soft_time_limit=2)
+    floor.began(key)
+    floor.depose()
+    floor.said(f"Task refused: work[{result.id}] (at failure)")
+    assert result.state == "PENDING"
+    assert floor.lease.run_state(result.id) == "refused"
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_lost_worker_is_settled_by_the_parent(floor: Floor, key: str, stale: bool) -> None:
+    """``kill -9`` of a pool process, the out-of-memory killer's way."""
+    result = floor.send(key, "die")
+    floor.began(key)
+    if stale:
+        floor.depose()
+    floor.go(key)
+    if stale:
+        floor.said(f"Task refused: work[{result.id}] (at failed)")
+        assert floor.lease.outcome(result.id) is None
+        assert result.state == "PENDING"
+        assert floor.errbacks(result.id) == []
+    else:
+        wait_until(lambda: result.state == "FAILURE")
+        assert floor.lease.outcome(result.id) == "failed"
+
+
+def test_a_worker_lost_after_its_commit_leaves_the_run_committed(floor: Floor, key: str) -> None:
+    """What is written stands; the result says that the process did not end well."""
+    result = floor.send(key, "die", commit=True)
+    floor.began(key)
+    floor.go(key)
+    if floor.kind == "rpc":
+        # Its results lie in the caller's queue: nobody can tell whether there is one.
+        floor.said(f"Duplicate refused: work[{result.id}]")
+    else:
+        wait_until(lambda: result.state == "FAILURE")
+    assert floor.lease.outcome(result.id) == "committed"
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_expired_message_is_settled_as_expired(floor: Floor, key: str, stale: bool) -> None:
+    """So that it is not dispatched again; unless it was stale anyway."""
+    old = floor.lease
+    if stale:
+        floor.depose()
+        floor.lease, new = old, floor.lease
+    result = floor.send(key, expires=-1)
+    if stale:
+        floor.lease = new
+        floor.said(f"Task refused: work[{result.id}] (at expired)")
+        wait_until(lambda: floor.lease.run_state(result.id) == "refused")
+        assert result.state == "PENDING"
+    else:
+        wait_until(lambda: result.state == "REVOKED")
+        assert floor.lease.outcome(result.id) == "expired"
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_terminated_task_is_settled_as_revoked(floor: Floor, key: str, stale: bool) -> None:
+    """Whoever revokes the current attempt means the run; a stale one is over already."""
+    result = floor.send(key)
+    floor.began(key)
+    if stale:
+        floor.depose()
+    floor.app.control.revoke(result.id, terminate=True, signal="SIGKILL")
+    if stale:
+        floor.said(f"Task refused: work[{result.id}] (at revoked)")
+        assert floor.lease.outcome(result.id) is None
+        assert result.state == "PENDING"
+    else:
+        wait_until(lambda: floor.lease.outcome(result.id) == "revoked")
+        wait_until(lambda: result.state == "REVOKED")
+
+
+@pytest.mark.parametrize("then", ["return", "fail"])
+def test_the_current_attempts_result_stands_when_a_stale_one_ends_later(
+    floor: Floor, key: str, then: str
+) -> None:
+    """The current one succeeds or fails, then the stale one succeeds: it changes nothing."""
+    result = floor.send(key)
+    floor.began(key)
+    floor.depose()
+    again = f"{key}-again"
+    floor.go(again)
+    current = floor.send_again(result.id, again, then)
+    state = "SUCCESS" if then == "return" else "FAILURE"
+    wait_until(lambda: current.state == state)
+    floor.go(key)
+    floor.said(f"refused: work[{result.id}]")
+    assert current.state == state
+    assert floor.lease.outcome(result.id) == ("committed" if then == "return" else "failed")
+    if then == "return":
+        assert current.get(timeout=10) == f"{again} under {floor.lease.epoch}"
+
+
+@pytest.mark.parametrize("then", ["return", "fail"])
+def test_the_current_attempts_result_stands_when_a_stale_one_ended_before(
+    floor: Floor, key: str, then: str
+) -> None:
+    """The stale one stores nothing, so there is nothing for the current one to overwrite."""
+    result = floor.send(key, then)
+    floor.began(key)
+    floor.depose()
+    floor.go(key)
+    floor.said(f"Task refused: work[{result.id}]")
+    again = f"{key}-again"
+    floor.go(again)
+    current = floor.send_again(result.id, again)
+    wait_until(lambda: current.state == "SUCCESS")
+    assert current.get(timeout=10) == f"{again} under {floor.lease.epoch}"
