@@ -86,10 +86,6 @@ def create_engine(
         raise ConfigurationError(
             f"beat_lease_engine_options: {error}", setting="beat_lease_engine_options"
         ) from None
-    if engine.dialect.is_async:
-        raise _wrong_url(
-            f" = {masked(url)!r} names an asynchronous driver; use psycopg, PyMySQL or sqlite3"
-        )
     _listen(engine, database, lock_wait, statement_wait)
     return engine
 
@@ -108,6 +104,10 @@ def _parse(url: str) -> tuple[sa.URL, Database]:
     if dialect.name == "sqlite" and parsed.database in (None, "", ":memory:"):
         raise _wrong_url(
             f" = {shown!r} is a database in memory, which no other process can see; name a file"
+        )
+    if dialect.is_async:
+        raise _wrong_url(
+            f" = {shown!r} names an asynchronous driver; use psycopg, PyMySQL or sqlite3"
         )
     return parsed, database_of(dialect)
 
