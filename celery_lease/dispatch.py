@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 from celery_lease.elector import Elector
@@ -47,6 +47,7 @@ class Dispatcher:
         flush: Gives the broker the messages of some runs; returns why those that can
             have none cannot, by id. Raises Undelivered.
         is_fenced: Returns whether an entry's task is fenced.
+        now: Returns the instant, in UTC.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Dispatcher:
         find: Callable[[str], Any],
         flush: Callable[[Term, Sequence[Run]], dict[str, str]],
         is_fenced: Callable[[Any], bool],
+        now: Callable[[], datetime],
     ) -> None:
         self.ledger = ledger
         self.elector = elector
@@ -65,6 +67,7 @@ class Dispatcher:
         self._find = find
         self._flush = flush
         self._is_fenced = is_fenced
+        self._now = now
         #: Runs that this term claimed and the broker does not have, by entry.
         self.waiting: dict[str, list[Run]] = {}
         #: Ids that the broker has, while the database could not be told.
@@ -204,7 +207,7 @@ class Dispatcher:
             return []
         age = self.settings.redispatch_after
         found = self.ledger.unsettled(term, age=age, limit=limit)
-        now = datetime.now(timezone.utc)
+        now = self._now()
         return [each for each in found if self._given(each.entry, now, each.published_at) > age]
 
     def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
@@ -214,7 +217,7 @@ class Dispatcher:
             term: Our term.
             wishes: Entries that ask for it, with the seconds after which.
         """
-        now = datetime.now(timezone.utc)
+        now = self._now()
         names = list(wishes)
         for at in range(0, len(names), BATCH):
             some = names[at : at + BATCH]
@@ -233,7 +236,7 @@ class Dispatcher:
 
     def _take_up(self, term: Term, runs: Sequence[Run]) -> None:
         """Decide about runs that were left, claim again those worth it, and send them."""
-        now = datetime.now(timezone.utc)
+        now = self._now()
         ours: list[Run] = []
         again: list[Run] = []
         endings: dict[tuple[RunState, str], list[Run]] = defaultdict(list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -72,10 +72,6 @@ class LeasedScheduler(LeaseMixin, Scheduler):
     def schedule(self, schedule: dict[str, Any]) -> None:
         self.data = ScheduleDict(schedule)
         self.agenda.replace(self.data)
-
-    def now(self) -> datetime:
-        """Return the instant at which to look for what is due, in UTC."""
-        return datetime.now(timezone.utc)
 
     @cached_property
     def planner(self) -> Planner:

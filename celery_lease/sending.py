@@ -64,7 +64,12 @@ class LeasedSends(LeaseParts):
             find=self.find,
             flush=self._flush,
             is_fenced=self.is_fenced,
+            now=self.now,
         )
+
+    def now(self) -> datetime:
+        """Return the instant at which to look for what is due, in UTC."""
+        return datetime.now(timezone.utc)
 
     @property
     def producer(self) -> None:  # type: ignore[override] # see below
@@ -117,8 +122,7 @@ class LeasedSends(LeaseParts):
 
     def _run_of(self, entry: Any, term: Term) -> Run:
         """Return the run for the occurrence that a scheduler found due."""
-        now = datetime.now(timezone.utc)
-        due = now
+        due = now = self.now()
         last = entry.last_run_at
         if last is not None:
             last = last if last.tzinfo is not None else last.replace(tzinfo=timezone.utc)

@@ -1,0 +1,641 @@
+"""The leased scheduler: who ticks, what is sent, and what is left when it is not."""
+
+import os
+import signal
+import socket
+from datetime import timedelta
+
+import celery
+import pytest
+import sqlalchemy as sa
+from celery.beat import BeatLazyFunc, Scheduler, Service
+
+from celery_lease.errors import StoreUnavailable
+from celery_lease.publish import Undelivered
+from celery_lease.stores.schema import commit_table
+from tests.integration.beats import START, Beat, Cluster, Crash, crash, no_broker
+
+
+@pytest.fixture
+def cluster(sqlite_url):
+    """Beats over SQLite."""
+    cluster = Cluster(sqlite_url)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def anywhere(database_url):
+    """Beats over each kind of database."""
+    cluster = Cluster(database_url)
+    yield cluster
+    cluster.close()
+
+
+FENCED = {"entry": {"schedule": 60.0, "fenced": True}}
+
+
+# --- who ticks --------------------------------------------------------------------------------
+
+
+def test_of_two_beats_one_sends(anywhere):
+    """The reason why this package exists."""
+    first, second = anywhere.beat(), anywhere.beat()
+    for beat in (first, second):
+        beat.at(seconds=61).go()
+
+    assert anywhere.sent() == [("entry", 1, 1)]
+    assert (first.elector.leading, second.elector.leading) == (True, False)
+
+
+def test_a_standby_leads_as_soon_as_the_leader_has_closed(anywhere):
+    """A planned handover costs one retry interval and neither loses nor repeats a run."""
+    first, second = anywhere.beat(), anywhere.beat()
+    first.at(seconds=61).go()
+    first.close()
+
+    second.at(seconds=121).go()
+
+    assert anywhere.sent() == [("entry", 1, 1), ("entry", 2, 2)]
+
+
+def test_a_takeover_replays_nothing_and_keeps_the_phase(anywhere):
+    """The state is loaded before a term's first tick; intervals count from due times."""
+    first, second = anywhere.beat(), anywhere.beat()
+    first.at(seconds=95).go()
+    anywhere.depose()
+
+    second.at(seconds=100).go()
+    assert anywhere.sent() == [("entry", 1, 1)]
+    second.at(seconds=121).go()
+
+    assert anywhere.sent() == [("entry", 2, 2)]
+
+
+def test_a_deposed_leader_steps_down_in_its_next_claim(anywhere):
+    """It trusts its lease by its own clock, wrongly; the claim's transaction finds out."""
+    first, second = anywhere.beat(), anywhere.beat()
+    first.go()
+    anywhere.depose()
+    second.at(seconds=61).go()
+
+    first.at(seconds=61).tick()
+
+    assert not first.elector.leading
+    assert anywhere.sent() == [("entry", 1, 2)]
+    first.tick()  # and stands by, alive
+
+
+def test_a_leader_whose_trust_ends_in_a_batch_sends_no_further_flush(cluster):
+    """The window is checked before each flush; what was claimed is the next leader's."""
+    schedule = {f"e{each:03d}": {"schedule": 60.0} for each in range(150)}
+    first, second = cluster.beat(schedule), cluster.beat(schedule)
+    first.go()
+    first.after_flush = lambda runs: first.elector.concede("its trust window closed")
+    first.at(seconds=61).tick()
+    assert len(cluster.messages()) == 100
+
+    cluster.depose()
+    second.at(seconds=62).go()
+
+    assert sorted(entry for entry, _, _ in cluster.sent()) == [
+        f"e{e:03d}" for e in range(100, 150)
+    ]
+    assert {state for (state,) in cluster.runs("state")} == {"published"}
+
+
+def test_nothing_escapes_from_a_tick(cluster, caplog):
+    """Celery ends beat with a traceback at an exception; ours goes on."""
+    beat = cluster.beat().go()
+    beat.turn = lambda term: 1 / 0
+
+    assert beat.tick() > 0
+    assert "ZeroDivisionError" in caplog.text
+
+
+# --- what is sent -----------------------------------------------------------------------------
+
+
+def test_a_message_is_stock_beats_with_a_stamp(cluster):
+    """Arguments, options, headers and the user's own stamps arrive as they do without us."""
+    options = {
+        "headers": {"mine": 1},
+        "priority": 3,
+        "countdown": 30,
+        "stamped_headers": ["user"],
+        "user": "stamp",
+    }
+    entry = {"schedule": 60.0, "args": (1,), "kwargs": {"b": 2}, "options": options}
+    beat = cluster.beat({"entry": entry}).at(seconds=61).go()
+    (message,) = cluster.messages()
+
+    headers = message.headers
+    assert message.payload[:2] == [[1], {"b": 2}]
+    assert headers.get("celery_beat_task", False) is (celery.VERSION >= (5, 7))
+    assert headers["mine"] == 1
+    assert headers["eta"] is not None
+    assert message.properties["priority"] == 3
+    assert headers["stamps"] == {
+        "user": "stamp",
+        "lease_name": "celery",
+        "lease_epoch": 1,
+        "lease_term": beat.elector.term.uuid,
+        "lease_run": headers["id"],
+    }
+    assert headers["id"] == cluster.runs("id")[0][0]
+
+
+def test_an_entrys_options_are_not_touched(cluster):
+    """Celery 5.7 writes into the headers it is given; those are the user's."""
+    beat = cluster.beat({"entry": {"schedule": 60.0, "options": {"headers": {"mine": 1}}}})
+    given = beat.schedule["entry"].options
+    headers = given["headers"]
+
+    beat.at(seconds=61).go()
+
+    assert beat.schedule["entry"].options is given
+    assert given == {"headers": {"mine": 1}}
+    assert given["headers"] is headers
+
+
+def test_lazy_arguments_are_evaluated_for_each_message(cluster):
+    """As stock beat does: they are often the time of day."""
+    values = iter(range(10))
+    lazy = BeatLazyFunc(lambda: next(values))
+    beat = cluster.beat({"entry": {"schedule": 60.0, "args": (lazy,)}})
+    beat.at(seconds=61).go().at(seconds=121).go()
+
+    assert [message.payload[0] for message in cluster.messages()] == [[0], [1]]
+
+
+def test_each_send_passes_apply_entry_once(cluster, monkeypatch):
+    """Sentry's cron monitoring hooks in there, on Celery's own class."""
+    seen = []
+    original = Scheduler.apply_entry
+
+    def hooked(*args, **kwargs):
+        scheduler, entry = args
+        seen.append(entry.name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "apply_entry", hooked)
+    cluster.beat().at(seconds=61).go()
+
+    assert seen == ["entry"]
+
+
+def test_what_is_due_together_is_one_claim(cluster):
+    """Speed is a batch: 1,200 entries are three claims, not 1,200."""
+    schedule = {f"e{each:04d}": {"schedule": 60.0} for each in range(1200)}
+    beat = cluster.beat(schedule).go()
+    claims = []
+    claim = beat.dispatcher.ledger.claim
+    beat.dispatcher.ledger.claim = lambda term, runs, **more: (
+        claims.append(len(runs)) or claim(term, runs, **more)
+    )
+
+    beat.at(seconds=61).go()
+
+    assert claims == [500, 500, 200]
+    assert len({message.headers["id"] for message in cluster.messages()}) == 1200
+
+
+# --- what is left on the way --------------------------------------------------------------------
+
+
+def test_a_crash_between_claim_and_publish_loses_nothing(anywhere):
+    """The next leader sends it, under its own epoch and the same id."""
+    first, second = anywhere.beat(), anywhere.beat()
+    first.go()
+    first.before_flush = crash
+    with pytest.raises(Crash):
+        first.at(seconds=61).tick()
+    (claimed,) = anywhere.runs("id", "state")
+    anywhere.depose()
+
+    second.at(seconds=62).go()
+
+    (message,) = anywhere.messages()
+    assert (message.headers["id"], "claimed") == claimed
+    assert message.headers["stamps"]["lease_epoch"] == 2
+    assert anywhere.runs("state", "attempt", "epoch") == [("published", 2, 2)]
+
+
+def test_a_crash_between_publish_and_mark_sends_the_same_id_once_more(anywhere):
+    """The worker's commit row tells the two apart; later occurrences are not held up."""
+    first, second = anywhere.beat(), anywhere.beat()
+    first.go()
+    first.dispatcher.ledger.mark = lambda term, ids: crash(ids)
+    with pytest.raises(Crash):
+        first.at(seconds=61).tick()
+    anywhere.depose()
+
+    second.at(seconds=121).go()
+
+    ids = [message.headers["id"] for message in anywhere.messages()]
+    assert len(ids) == 3
+    assert len(set(ids)) == 2
+
+
+def test_a_broker_that_is_away_leaves_a_claim_that_is_sent_when_it_is_back(cluster):
+    """Stock beat loses this occurrence for good."""
+    beat = cluster.beat().go()
+    beat.before_flush = no_broker
+    beat.at(seconds=61).tick()
+    (claimed,) = cluster.runs("id", "due", "state")
+    assert claimed[1:] == (1, "claimed")
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.at(seconds=90).go()
+
+    (message,) = cluster.messages()
+    assert message.headers["id"] == claimed[0]
+    assert cluster.runs("due", "state", "attempt") == [(1, "published", 1)]
+
+
+def test_an_entry_with_an_unsent_claim_claims_no_more(cluster):
+    """An outage of a day must not leave a day's messages; what was missed is a misfire."""
+    beat = cluster.beat().go()
+    beat.before_flush = no_broker
+    for minutes in range(1, 6):
+        beat.at(minutes=minutes, seconds=1).tick()
+    assert cluster.runs("due", "state") == [(1, "claimed")]
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.at(minutes=5, seconds=30).go().at(minutes=5, seconds=40).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 5]
+    assert cluster.runs("due", "state", "skipped") == [
+        (1, "published", None),
+        (2, "skipped", 3),
+        (5, "published", None),
+    ]
+
+
+def test_a_broker_that_is_away_does_not_block_the_loop(cluster):
+    """One try, then a pause that is the loop's own: renewals and other entries go on."""
+    beat = cluster.beat({"a": {"schedule": 60.0}, "b": {"schedule": 120.0}}).go()
+    tries = []
+
+    def away(runs):
+        tries.append([run.entry for run in runs])
+        no_broker(runs)
+
+    beat.before_flush = away
+    beat.at(seconds=61).tick()
+    beat.at(seconds=121).tick()
+
+    assert tries == [["a"]], "within the pause the broker is left alone"
+    assert cluster.runs("entry", "state") == [("a", "claimed"), ("b", "claimed")]
+
+
+def test_the_next_leader_sends_what_a_broker_did_not_take(cluster):
+    """The broker comes back after the leader has changed."""
+    first, second = cluster.beat(), cluster.beat()
+    first.go()
+    first.before_flush = no_broker
+    first.at(seconds=61).tick()
+    first.close()
+
+    second.at(seconds=62).go()
+
+    assert cluster.sent() == [("entry", 1, 2)]
+
+
+def test_a_message_that_cannot_be_built_is_settled_as_failed(cluster):
+    """It would never succeed; it must hold up neither its entry nor the others."""
+    bad = {"schedule": 60.0, "args": (object(),)}
+    beat = cluster.beat({"bad": bad, "good": {"schedule": 60.0}})
+    beat.at(seconds=61).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["good"]
+    reasons = dict(cluster.runs("entry", "reason"))
+    assert "not sent: EncodeError" in reasons["bad"]
+    assert dict(cluster.runs("entry", "state"))["bad"] == "failed"
+    assert [row.outcome for row in cluster.rows(commit_table)] == ["failed"]
+
+    beat.at(seconds=121).go()
+    assert [entry for entry, _, _ in cluster.sent()] == ["good"]
+
+
+def test_an_unknown_queue_fails_its_run_alone(cluster):
+    """kombu counts a KeyError among Redis's connection errors; this one is ours."""
+    entry = {"schedule": 60.0, "options": {"queue": "nowhere"}}
+    cluster.beat({"bad": entry, "good": {"schedule": 60.0}}, task_create_missing_queues=False).at(
+        seconds=61
+    ).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["good"]
+
+
+def test_what_the_broker_turns_away_is_found_out_and_given_up(cluster):
+    """One bad exchange closes the channel for all: it is sent alone, and then not at all."""
+    beat = cluster.beat({e: {"schedule": 60.0} for e in "abc"}, beat_lease_max_attempts=2).go()
+
+    def picky(runs):
+        if any(run.entry == "b" for run in runs):
+            raise Undelivered("no such exchange", suspicious=True)
+
+    beat.before_flush = picky
+    beat.at(seconds=61).tick()
+    for _ in range(6):
+        beat.dispatcher._retry_at = 0.0
+        beat.at(seconds=62).tick()
+
+    assert sorted(entry for entry, _, _ in cluster.sent()) == ["a", "c"]
+    assert dict(cluster.runs("entry", "state")) == {
+        "a": "published",
+        "b": "failed",
+        "c": "published",
+    }
+
+
+def test_a_claim_whose_answer_was_lost_is_read_again(cluster):
+    """The COMMIT may have arrived: the ledger tells, and it is sent once."""
+    beat = cluster.beat().go()
+    claim = beat.dispatcher.ledger.claim
+
+    def lose_the_answer(*args, **kwargs):
+        claim(*args, **kwargs)
+        raise StoreUnavailable("server closed the connection unexpectedly")
+
+    beat.dispatcher.ledger.claim = lose_the_answer
+    beat.at(seconds=61).tick()
+    beat.dispatcher.ledger.claim = claim
+    beat.go()
+
+    assert cluster.sent() == [("entry", 1, 1)]
+    assert cluster.runs("state", "attempt") == [("published", 1)]
+
+
+# --- runs that were refused or lost -------------------------------------------------------------
+
+
+def published(cluster, beat, **schedule):
+    """Have one run published, and return its id."""
+    beat.at(seconds=61).go()
+    (message,) = cluster.messages()
+    return message.headers["id"]
+
+
+def test_a_refused_run_is_sent_again_under_the_current_epoch(anywhere):
+    """Strict fencing costs an attempt, never the occurrence."""
+    first, second = anywhere.beat(FENCED), anywhere.beat(FENCED)
+    run = published(anywhere, first)
+    anywhere.depose()
+    second.at(seconds=70).go()
+    anywhere.refuse(run)
+
+    second._renewals -= 1  # the next renewal
+    second.at(seconds=80).go()
+
+    assert anywhere.sent() == [("entry", 1, 2)]
+    assert anywhere.runs("state", "attempt", "epoch", "open") == [("published", 2, 2, True)]
+
+
+def test_a_run_is_sent_again_from_the_entry_as_it_is_now(cluster):
+    """Neither task nor arguments are stored: a fixed deployment fixes the run."""
+    old = cluster.beat(FENCED)
+    run = published(cluster, old)
+    old.close()
+    cluster.refuse(run)
+
+    cluster.beat({"entry": {**FENCED["entry"], "args": ("new",)}}).at(seconds=70).go()
+
+    (message,) = cluster.messages()
+    assert (message.headers["id"], message.payload[0]) == (run, ["new"])
+
+
+def test_a_run_of_an_entry_that_is_gone_is_skipped_with_that_reason(cluster):
+    """There is nothing to send any more, and somebody may ask why."""
+    old = cluster.beat(FENCED)
+    cluster.refuse(published(cluster, old))
+    old.close()
+
+    cluster.beat({"other": {"schedule": 3600.0}}).at(seconds=70).go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("entry", "state", "reason") == [("entry", "skipped", "entry removed")]
+
+
+def test_a_run_that_was_refused_too_often_is_given_up(cluster, caplog):
+    """A task longer than the time between takeovers never commits: warn, then settle."""
+    beat = cluster.beat(FENCED, beat_lease_max_attempts=3)
+    run = published(cluster, beat)
+    for _ in range(3):
+        cluster.refuse(run)
+        beat._renewals -= 1
+        beat.go()
+
+    assert len(cluster.messages()) == 2
+    assert cluster.runs("state", "reason") == [("failed", "gave up after 3 attempts")]
+    assert [row.outcome for row in cluster.rows(commit_table)] == ["failed"]
+    assert "attempt 3" in caplog.text
+
+
+def test_a_lost_run_of_an_older_epoch_is_sent_again_after_a_while(cluster):
+    """A worker can die before it records its refusal, and that attempt cannot commit."""
+    first, second = cluster.beat(FENCED), cluster.beat(FENCED)
+    published(cluster, first)
+    cluster.depose()
+    second.at(seconds=70).go()
+    assert cluster.messages() == []
+
+    cluster.write(sa.text("UPDATE celery_lease_run SET published_at = '2020-01-01 00:00:00'"))
+    second._renewals -= 1
+    second.at(seconds=80).go()
+
+    assert cluster.sent() == [("entry", 1, 2)]
+
+
+def test_a_lost_run_of_this_epoch_is_sent_again_where_the_entry_asks(cluster):
+    """Off by default: under the current epoch the worker may merely be slow."""
+    asking = {"schedule": 60.0, "fenced": True, "retry_lost_after": 30}
+    beat = cluster.beat({"asks": asking, "not": FENCED["entry"]})
+    beat.at(seconds=61).go()
+    cluster.messages()
+    cluster.write(sa.text("UPDATE celery_lease_run SET published_at = '2020-01-01 00:00:00'"))
+
+    beat._renewals -= 1
+    beat.go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["asks"]
+
+
+def test_a_settled_run_is_left_alone_and_closed(cluster):
+    """What settled is read from the commits, whatever the run's state says."""
+    beat = cluster.beat(FENCED)
+    run = published(cluster, beat)
+    cluster.refuse(run)
+    cluster.commit(run)
+
+    beat._renewals -= 1
+    beat.go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("open") == [(False,)]
+
+
+def test_expires_counts_from_the_due_time_when_a_run_is_sent_again(cluster):
+    """A day's "good for an hour" must not begin anew with each attempt."""
+    entry = {**FENCED["entry"], "options": {"expires": 3600}}
+    beat = cluster.beat({"entry": entry})
+    run = published(cluster, beat)
+    cluster.refuse(run)
+
+    beat._renewals -= 1
+    beat.at(minutes=20).go()
+
+    (message, _later) = cluster.messages()
+    due = START + timedelta(minutes=1)
+    assert message.headers["expires"] == (due + timedelta(hours=1)).isoformat()
+
+
+# --- beginning and ending -----------------------------------------------------------------------
+
+
+def test_a_lazy_scheduler_touches_nothing(tmp_path):
+    """Celery makes one for its banner, in whatever process prints it."""
+    cluster = Cluster(f"sqlite:///{tmp_path}/lease.sqlite3")
+    beat = Beat(app=cluster.app({}), lazy=True)
+
+    info = beat.info
+    beat.close()
+
+    assert "lease -> celery (ttl 60s, retry 0.05s)" in info
+    assert "(this host only)" in info
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_banner_masks_the_password():
+    """It ends up in logs that many can read."""
+    cluster = Cluster("postgresql+psycopg://beat:secret@db/lease")
+
+    info = Beat(app=cluster.app({}), lazy=True).info
+
+    assert "beat:***@db/lease" in info
+    assert "secret" not in info
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ({"beat_lease_url": "nosuch://host/db"}, ["beat_lease_url", "postgresql+psycopg://"]),
+        ({"beat_lease_ttl": 20, "beat_lease_renew_interval": 19}, ["renew_interval", "ttl"]),
+        ({"beat_lease_tll": 20}, ["beat_lease_tll", "beat_lease_ttl"]),
+        ({"beat_lease_misfire": "sometimes"}, ["beat_lease_misfire", "'latest'"]),
+        ({"beat_max_loop_interval": 120}, ["beat_max_loop_interval", "beat_lease_ttl"]),
+        ({"task_protocol": 1}, ["task_protocol", "2"]),
+        ({"beat_lease_auto_init": False}, ["beat_lease_url", "celery lease init"]),
+    ],
+)
+def test_what_is_certainly_wrong_ends_beat_with_one_line(cluster, caplog, conf, words):
+    """The line names the setting and the way out; a traceback would bury it."""
+    with pytest.raises(SystemExit) as ended:
+        cluster.beat(**conf)
+
+    (line,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert all(word in line.getMessage() for word in words)
+    assert "\n" not in line.getMessage()
+    assert line.exc_info is None
+    assert ended.value.code == 1
+
+
+def test_a_wrong_wish_of_an_entry_ends_beat_too(cluster, caplog):
+    """The line names entry and key."""
+    with pytest.raises(SystemExit):
+        cluster.beat({"entry": {"schedule": 60.0, "misfire": "sometimes"}})
+
+    assert "beat_schedule['entry']['misfire']" in caplog.text
+
+
+def test_a_database_that_is_down_is_waited_for(caplog):
+    """In doubt it is down: beat stands by, alive, and says so once."""
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"postgresql+psycopg://nobody@127.0.0.1:{taken.getsockname()[1]}/lease"
+        beat = Cluster(url).beat()
+
+        assert [beat.tick() for _ in range(3)] == [0.0] * 3
+
+    loud = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert len(loud) == 1
+    assert "does not answer" in loud[0].getMessage()
+    beat.close()
+
+
+def test_closing_twice_is_closing_once(cluster):
+    """Celery's signal handler and its service both do."""
+    beat = cluster.beat().go()
+
+    beat.close()
+    beat.close()
+
+    assert beat.store.read("celery").holder is None
+    assert beat.tick() > 0
+
+
+def test_a_close_inside_a_tick_only_takes_note(cluster):
+    """The signal handler runs on top of the tick: locks and pools are not safe there."""
+    beat = cluster.beat().go()
+
+    def terminated(runs):
+        beat.close()
+        assert beat.store.read("celery").holder is not None
+        raise SystemExit
+
+    beat.before_flush = terminated
+    with pytest.raises(SystemExit):
+        beat.at(seconds=61).tick()
+    assert beat.store.read("celery").holder is not None
+
+    beat.close()
+    assert beat.store.read("celery").holder is None
+    assert cluster.runs("state") == [("claimed",)], "the next leader sends it"
+
+
+def test_a_real_sigterm_inside_a_tick_releases_the_lease(cluster):
+    """The same through Celery's own service, whose handler this is."""
+    beat = cluster.beat().go().at(seconds=61)
+    service = Service(app=beat.app)
+    service.scheduler = beat
+
+    def handler(signum, frame):
+        service.sync()
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        beat.before_flush = lambda runs: os.kill(os.getpid(), signal.SIGTERM)
+        service.start()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert beat.store.read("celery").holder is None
+
+
+def test_another_schedule_under_the_same_lease_is_told_loudly(cluster, caplog):
+    """Two apps: one of them would silently never run."""
+    cluster.beat().go()
+    other = cluster.beat({"other": {"schedule": 60.0}})
+
+    other.tick()
+    other.tick()
+
+    told = [r for r in caplog.records if getattr(r, "action", "") == "schedule-differs"]
+    assert len(told) == 1
+    assert "beat_lease_name" in told[0].getMessage()
+    assert other.elector.holder.host in told[0].getMessage()
+
+
+def test_old_runs_are_deleted_by_the_leader(cluster):
+    """Nobody should have to: a minute's entry leaves half a million rows a year."""
+    beat = cluster.beat().at(seconds=61).go()
+    cluster.write(sa.text("UPDATE celery_lease_run SET claimed_at = '2020-01-01 00:00:00'"))
+
+    beat._renewals -= 1
+    beat.go()
+
+    assert cluster.runs("id") == []

@@ -1,0 +1,328 @@
+"""The leased scheduler and time: what was missed, what came and went, what is wrong."""
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import sqlalchemy as sa
+from celery import schedules
+
+from celery_lease.stores.schema import entry_table, run_table
+from tests.integration.beats import START, Cluster
+
+
+@pytest.fixture
+def cluster(sqlite_url):
+    """Beats over SQLite."""
+    cluster = Cluster(sqlite_url)
+    yield cluster
+    cluster.close()
+
+
+# --- what was missed ----------------------------------------------------------------------------
+
+HOURS_LATE = [
+    # policy, grace, what is sent (minutes after the start), what is skipped (first, count)
+    ("latest", None, [180], [(60, 2)]),
+    ("latest", 1800, [180], [(60, 2)]),
+    ("latest", 60, [], [(60, 3)]),
+    ("all", None, [60, 120, 180], []),
+    ("all", 4500, [120, 180], [(60, 1)]),
+    ("skip", None, [], [(60, 3)]),
+    ("skip", 1800, [180], [(60, 2)]),
+]
+
+
+@pytest.mark.parametrize(("policy", "grace", "sent", "skipped"), HOURS_LATE)
+@pytest.mark.parametrize("per_entry", [True, False])
+def test_three_missed_hours_under_each_policy(cluster, policy, grace, sent, skipped, per_entry):
+    """A beat that was away from before the first hour to ten minutes past the third."""
+    wishes = {"misfire": policy} | ({"grace": grace} if grace is not None else {})
+    entry = {"schedule": 3600.0, **(wishes if per_entry else {})}
+    conf = {} if per_entry else {f"beat_lease_{key}": value for key, value in wishes.items()}
+
+    beat = cluster.beat({"entry": entry}, **conf).at(hours=3, minutes=10).go()
+
+    assert [due for _, due, _ in cluster.sent()] == sent
+    runs = cluster.runs("due", "state", "skipped")
+    assert [(due, count) for due, state, count in runs if state == "skipped"] == skipped
+    beat.at(hours=4, seconds=1).go()
+    assert [due for _, due, _ in cluster.sent()] == [240], "and then it is on time again"
+
+
+def test_every_missed_occurrence_is_accounted_for(cluster):
+    """Sent, or in a series that says how many and until when."""
+    cluster.beat({"entry": {"schedule": 3600.0}}).at(hours=3, minutes=10).go()
+
+    (skipped,) = [row for row in cluster.rows(run_table) if row.state == "skipped"]
+    assert skipped.skipped == 2
+    assert skipped.skipped_until == START + timedelta(hours=2)
+    assert skipped.reason == "a newer one was due"
+
+
+def test_catching_up_is_bounded(cluster):
+    """``all`` after a long outage sends the newest of them, and says what it left out."""
+    entry = {"schedule": 60.0, "misfire": "all"}
+    cluster.beat({"entry": entry}, beat_lease_catch_up_limit=3).at(minutes=10).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [8, 9, 10]
+    assert cluster.runs("due", "skipped", "reason")[0] == (1, 7, "more than 3 missed")
+
+
+def test_a_catch_up_larger_than_a_batch_is_sent_in_order_over_several_turns(cluster):
+    """The loop comes back in between; nothing is left out or repeated."""
+    entry = {"schedule": 60.0, "misfire": "all"}
+    beat = cluster.beat({"entry": entry}, beat_lease_catch_up_limit=1200)
+
+    beat.at(minutes=700).go()
+
+    assert [due for _, due, _ in cluster.sent()] == list(range(1, 701))
+
+
+def test_a_takeover_alone_skips_nothing(cluster):
+    """``skip`` is about outages: ttl and retry interval are the price of a failover."""
+    entry = {"schedule": 60.0, "misfire": "skip"}
+
+    cluster.beat({"entry": entry}).at(seconds=60 + 59).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1]
+
+
+def test_celerys_own_deadline_is_a_recorded_skip(cluster):
+    """``beat_cron_starting_deadline`` is honoured, and can be looked up afterwards."""
+    crontab = schedules.crontab(minute=0)
+    beat = cluster.beat({"entry": {"schedule": crontab}}, beat_cron_starting_deadline=60)
+    crontab.nowfun = beat.now
+
+    beat.at(hours=1, minutes=10).go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("due", "state", "reason") == [
+        (60, "skipped", "beat_cron_starting_deadline")
+    ]
+
+
+class Gated(schedules.schedule):
+    """A user's schedule that says "not now" for a while."""
+
+    open = False
+
+    def is_due(self, last_run_at):
+        due = super().is_due(last_run_at)
+        return due if self.open else schedules.schedstate(False, 10.0)
+
+
+def test_a_schedule_that_says_not_now_is_asked_again(cluster):
+    """As stock beat does: the occurrence is not lost, it waits."""
+    gate = Gated(60.0)
+    beat = cluster.beat({"entry": {"schedule": gate}})
+    gate.nowfun = beat.now
+    beat.at(seconds=61).go()
+    assert cluster.runs("id") == []
+
+    gate.open = True
+    beat.at(seconds=65).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1]
+
+
+def test_an_entry_that_must_not_overlap_waits_for_the_run_before(cluster):
+    """Skipped with that reason while the one before is not settled."""
+    entry = {"schedule": 60.0, "fenced": True, "overlap": False}
+    beat = cluster.beat({"entry": entry}).at(seconds=61).go()
+    ((run,),) = cluster.runs("id")
+
+    beat.at(seconds=121).go()
+    assert cluster.runs("due", "state") == [(1, "published"), (2, "skipped")]
+
+    cluster.commit(run)
+    beat.at(seconds=181).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 3]
+
+
+def test_a_lost_message_does_not_silence_an_entry_for_ever(cluster):
+    """After ``overlap_timeout`` the run before does not count any more."""
+    entry = {"schedule": 60.0, "fenced": True, "overlap": False, "overlap_timeout": 90}
+    beat = cluster.beat({"entry": entry}).at(seconds=61).go()
+    cluster.write(sa.update(run_table).values(claimed_at=START + timedelta(seconds=61)))
+
+    beat.at(seconds=121).go().at(seconds=181).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 3]
+
+
+# --- what came and went -------------------------------------------------------------------------
+
+
+def test_a_long_interval_goes_on_across_restarts(cluster):
+    """Stock beat begins again at each deployment, and a month never passes."""
+    month = {"entry": {"schedule": timedelta(days=30)}}
+    for day in range(1, 31, 7):
+        beat = cluster.beat(month, cls=forgetful())
+        beat.at(days=day).go()
+        beat.close()
+    assert cluster.messages() == []
+
+    cluster.beat(month, cls=forgetful()).at(days=31, minutes=1).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [31 * 24 * 60]
+
+
+def forgetful():
+    """Return a beat whose entries begin with the process, as in real life."""
+    from tests.integration.beats import Beat
+
+    class Forgetful(Beat):
+        def merge_inplace(self, entries):
+            super().merge_inplace(
+                {
+                    name: {k: v for k, v in e.items() if k != "last_run_at"}
+                    for name, e in entries.items()
+                }
+            )
+
+    return Forgetful
+
+
+def test_a_new_entry_starts_from_now(cluster):
+    """It has not been missed by anybody."""
+    cluster.beat(cls=forgetful()).at(minutes=90).go()
+
+    assert cluster.runs("id") == []
+
+
+def test_an_entry_that_comes_back_starts_from_now(cluster):
+    """Its old last run is from another time."""
+    both = {"entry": {"schedule": 60.0}, "other": {"schedule": 3600.0}}
+    beat = cluster.beat(both, cls=forgetful()).at(minutes=1).go()
+    entry = beat.schedule.pop("entry")
+    beat.at(minutes=5).go()
+    assert [row.entry for row in cluster.rows(entry_table)] == ["other"]
+
+    entry.last_run_at = datetime.now(timezone.utc) + timedelta(days=1)
+    beat.schedule["entry"] = entry
+    beat.at(minutes=20).go().at(minutes=20, seconds=59).go()
+    assert cluster.runs("id") == []
+
+    beat.at(minutes=21).go()
+    assert [due for _, due, _ in cluster.sent()] == [21]
+
+
+def test_an_entry_added_while_leading_runs(cluster):
+    """The schedule is a dict that anybody may write to."""
+    beat = cluster.beat({"first": {"schedule": 3600.0}}).at(minutes=1).go()
+
+    beat.add(name="second", task="tasks.plain", schedule=60.0, last_run_at=START)
+    beat.go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["second"]
+
+
+def test_an_entry_updated_in_place_runs_by_its_new_schedule(cluster):
+    """``Entry.update`` is how Celery merges a changed configuration."""
+    beat = cluster.beat({"entry": {"schedule": 3600.0}}).at(minutes=1).go()
+    other = beat.Entry(
+        name="entry", task="tasks.plain", schedule=schedules.schedule(60.0), app=beat.app
+    )
+
+    beat.schedule["entry"].update(other)
+    beat.go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1]
+
+
+def test_an_idle_turn_does_not_look_at_the_entries(cluster):
+    """At a hundred thousand entries stock beat compares them all, each time."""
+    beat = cluster.beat().at(seconds=1).go()
+    looked = []
+    beat.agenda.rebuild = looked.append
+
+    beat.go().go()
+
+    assert looked == []
+
+
+def test_the_state_is_restored_in_the_schedules_zone(cluster):
+    """A crontab's fields are read there; what other code compares with it, too."""
+    nine = {"entry": {"schedule": schedules.crontab(minute=0)}}
+    cluster.conf["timezone"] = "Asia/Kolkata"
+    cluster.beat(nine).at(hours=1, minutes=40).go()
+
+    second = cluster.beat(nine)
+    cluster.depose()
+    second.at(hours=1, minutes=41).go()
+
+    last = second.schedule["entry"].last_run_at
+    assert last == START + timedelta(minutes=90)
+    assert (last.hour + last.minute / 60) % 1 == 0
+    assert last.utcoffset() == timedelta(hours=5, minutes=30)
+
+
+# --- what is wrong ------------------------------------------------------------------------------
+
+
+class Broken(schedules.schedule):
+    """A user's schedule with a bug, for a while."""
+
+    broken = True
+
+    def remaining_estimate(self, last_run_at):
+        if self.broken:
+            raise ZeroDivisionError("a bug of the user's")
+        return super().remaining_estimate(last_run_at)
+
+
+def test_one_bad_entry_is_set_aside_and_tried_again(cluster, caplog):
+    """The others go on, and so does this one once it can."""
+    bad = Broken(60.0)
+    beat = cluster.beat({"bad": {"schedule": bad}, "good": {"schedule": 60.0}})
+    beat.at(seconds=61).go()
+    assert [entry for entry, _, _ in cluster.sent()] == ["good"]
+    assert "'bad' is set aside" in caplog.text
+
+    bad.broken = False
+    beat.at(seconds=61 + beat.max_interval).go()
+
+    assert sorted(entry for entry, _, _ in cluster.sent()) == ["bad", "good"]
+
+
+def test_a_bug_in_is_due_sets_only_that_entry_aside(cluster, caplog):
+    """The same for the other method that a user may write."""
+
+    class BrokenToo(schedules.schedule):
+        def is_due(self, last_run_at):
+            raise ZeroDivisionError("a bug of the user's")
+
+    beat = cluster.beat({"bad": {"schedule": BrokenToo(60.0)}, "good": {"schedule": 60.0}})
+    beat.at(seconds=61).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["good"]
+    assert "'bad' is set aside" in caplog.text
+
+
+def test_a_last_run_to_come_does_not_silence_an_entry(cluster, caplog):
+    """A clock was wrong by years and is right again."""
+    cluster.beat().at(seconds=61).go()
+    cluster.messages()
+    cluster.write(sa.update(entry_table).values(last_run_at=START + timedelta(days=5000)))
+    second = cluster.beat()
+    cluster.depose()
+
+    second.at(seconds=90).go().at(seconds=151).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [2.5]
+    assert "did a clock go back?" in caplog.text
+
+
+def test_the_same_occurrence_is_not_sent_twice_when_the_clock_goes_back(cluster):
+    """The second claim finds the run of the first."""
+    cluster.beat().at(seconds=61).go()
+    cluster.messages()
+    second = cluster.beat()
+    cluster.write(sa.update(entry_table).values(last_run_at=START))
+    cluster.depose()
+
+    second.at(seconds=62).go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("due", "state", "attempt") == [(1, "published", 1)]
