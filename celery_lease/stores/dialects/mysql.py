@@ -84,7 +84,7 @@ class MySQL(Database):
     def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
         """Cap the waits: the default lock wait is 50 seconds, longer than any ttl."""
         _execute(dbapi, f"SET SESSION innodb_lock_wait_timeout = {max(1, int(lock_wait))}")
-        _idle_transaction_timeout(dbapi, 2 * statement_wait)
+        _idle_transaction_timeout(dbapi, max(1, round(2 * statement_wait)))
 
     def insert_ignore(self, table: sa.Table) -> Any:
         """Use INSERT IGNORE. It swallows truncation too: use it for rows of our own making."""
@@ -146,7 +146,7 @@ class MySQL(Database):
         return next((kind for kind, numbers in _KINDS.items() if number in numbers), None)
 
     def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
-        """Set the idle limit of this connection once, then insert the commit row."""
+        """Set the idle limit of this connection, then insert the commit row."""
         self.limit_idle(connection, idle)
         return bool(connection.execute(self._SETTLE, values).rowcount == 1)
 
@@ -159,14 +159,43 @@ class MySQL(Database):
         return connection.execute(self._CHECK, values).first() is not None
 
     def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
-        """Set MariaDB's ``idle_transaction_timeout``, which spares idle pooled connections.
+        """Set MariaDB's ``idle_transaction_timeout`` until the connection is back in its pool.
 
-        It stays with the connection. MySQL has no such variable, and ``wait_timeout``
-        would end pooled connections.
+        MySQL has no such variable, and ``wait_timeout`` would end pooled connections.
+        A statement that commits by itself leaves no transaction to be idle in.
         """
-        if connection.info.get("celery_lease_idle") != seconds:
-            _idle_transaction_timeout(connection.connection.dbapi_connection, seconds)
-            connection.info["celery_lease_idle"] = seconds
+        info = connection.info
+        if info.get(_LIMIT) == seconds or self.autocommits(connection):
+            return
+        dbapi = connection.connection.dbapi_connection
+        if _BEFORE not in info:
+            info[_BEFORE] = _read_idle_transaction_timeout(dbapi)
+        if info[_BEFORE] is None:
+            return
+        if not sa.event.contains(connection.engine.pool, "checkin", _give_back):
+            sa.event.listen(connection.engine.pool, "checkin", _give_back)
+        _idle_transaction_timeout(dbapi, max(1, round(seconds)))
+        info[_LIMIT] = seconds
+
+
+#: Keys of ``Connection.info``: the limit that is set, and the one that was there before.
+_LIMIT, _BEFORE = "celery_lease_idle", "celery_lease_idle_before"
+
+
+def _give_back(dbapi: Any, record: Any) -> None:
+    """Undo the limit: what the user does next on this connection may take its time."""
+    if dbapi is not None and record.info.pop(_LIMIT, None) is not None:
+        _idle_transaction_timeout(dbapi, record.info[_BEFORE])
+
+
+def _read_idle_transaction_timeout(dbapi: Any) -> int | None:
+    cursor = dbapi.cursor()
+    try:
+        cursor.execute("SHOW SESSION VARIABLES LIKE 'idle_transaction_timeout'")
+        row = cursor.fetchone()
+    finally:
+        cursor.close()
+    return None if row is None else int(row[1])
 
 
 def _execute(dbapi: Any, statement: str) -> None:
@@ -177,11 +206,10 @@ def _execute(dbapi: Any, statement: str) -> None:
         cursor.close()
 
 
-def _idle_transaction_timeout(dbapi: Any, seconds: float) -> None:
-    limit = max(1, round(seconds))
+def _idle_transaction_timeout(dbapi: Any, seconds: int) -> None:
     try:
         # A comment that MariaDB alone executes; MySQL has no such variable.
-        _execute(dbapi, f"/*M!100300 SET SESSION idle_transaction_timeout = {limit} */")
+        _execute(dbapi, f"/*M!100300 SET SESSION idle_transaction_timeout = {seconds} */")
     except Exception as error:  # MySQL answers an empty query with 1065
         if not (error.args and error.args[0] == 1065):
             raise
