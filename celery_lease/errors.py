@@ -130,12 +130,15 @@ class AlreadySettled(FencingError):
         name: str | None = None,
         task_id: str,
         outcome: str | None = None,
+        current_epoch: int | None = None,
     ) -> None:
         super().__init__(message, name=name)
         #: The task id that was settled before.
         self.task_id = task_id
         #: How it ended: committed, failed, expired or revoked.
         self.outcome = outcome
+        #: The epoch that is stored now, where it is known.
+        self.current_epoch = current_epoch
 
 
 class MissingEpoch(FencingError):

@@ -9,7 +9,7 @@ from celery import Celery, signals
 from celery.utils.dispatch import Signal
 
 from celery_lease import logs
-from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
+from celery_lease.errors import AlreadySettled, FencingError
 from celery_lease.stamp import inherit
 
 __all__ = [
@@ -36,7 +36,7 @@ lease_lost = Signal(name="lease_lost", providing_args=["name", "epoch", "holder"
 lease_released = Signal(name="lease_released", providing_args=["name", "epoch", "holder"])
 
 #: A worker turned a task away. The sender is the task. Sent with ``task_id``, ``request``,
-#: ``epoch`` and ``current_epoch`` (None for a duplicate), ``reason``: stale or duplicate,
+#: ``epoch`` and ``current_epoch``, ``reason``: stale or duplicate,
 #: ``stage``: start, commit, settle, failure, expired or revoked, and the ``error``.
 task_refused = Signal(
     name="task_refused",
@@ -82,8 +82,11 @@ def refuse(task: Any, request: Any, epoch: int, error: FencingError, stage: str)
         error: Why: StaleEpoch or AlreadySettled.
         stage: Where: start, commit, settle, failure, expired or revoked.
     """
-    reason = "duplicate" if isinstance(error, AlreadySettled) else "stale"
-    current_epoch = error.current_epoch if isinstance(error, StaleEpoch) else None
+    current_epoch = getattr(error, "current_epoch", None)
+    # Of a late message whose run was committed meanwhile, the first thing to know is
+    # that it is stale.
+    twice = isinstance(error, AlreadySettled) and current_epoch in (None, epoch)
+    reason = "duplicate" if twice else "stale"
     told = {"reason": reason, "stage": stage, "epoch": epoch, "current_epoch": current_epoch}
     logger.warning(
         "%s refused: %s[%s] (at %s): %s",

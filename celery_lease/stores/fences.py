@@ -152,22 +152,24 @@ def look(connection: sa.Connection, ticket: Ticket) -> Standing:
 
 def refusal(ticket: Ticket, standing: Standing) -> FencingError | None:
     """Return why the ticket must not go on; None where it may."""
+    if standing.epoch == ticket.epoch:
+        stale = f"epoch {ticket.epoch} was granted twice, and the current grant is another one"
+    else:
+        stale = f"epoch {ticket.epoch} is stale, the current epoch is {standing.epoch}"
     if standing.outcome is not None:
         if standing.execution == ticket.execution:
             return None
+        before = f"{ticket.task_id} was settled before ({standing.outcome})"
         return AlreadySettled(
-            f"{ticket.task_id} was settled before ({standing.outcome})",
+            before if standing.current else f"{stale}, and {before}",
             name=ticket.lease,
             task_id=ticket.task_id,
             outcome=standing.outcome,
+            current_epoch=standing.epoch,
         )
     if standing.current:
         return None
-    if standing.epoch == ticket.epoch:
-        text = f"epoch {ticket.epoch} was granted twice, and the current grant is another one"
-    else:
-        text = f"epoch {ticket.epoch} is stale, the current epoch is {standing.epoch}"
-    return StaleEpoch(text, name=ticket.lease, epoch=ticket.epoch, current_epoch=standing.epoch)
+    return StaleEpoch(stale, name=ticket.lease, epoch=ticket.epoch, current_epoch=standing.epoch)
 
 
 def missing_fence(lease: str, shown: str) -> MissingFence:
