@@ -188,9 +188,9 @@ class GuardedBackend:
             if isinstance(error, AlreadySettled) and not self._has_result(request.id):
                 # The process died between its commit and its result.
                 return None
-            refuse(self._task, request, stamp.epoch, error, outcome)
             if isinstance(error, StaleEpoch):
                 mark_refused(fences, ticket)
+            refuse(self._task, request, stamp.epoch, error, outcome)
             return error
         except CeleryLeaseError as error:
             logger.error(  # noqa: TRY400 - the sentence is enough

@@ -199,8 +199,8 @@ class FencedTask(_Task):
         """End without a result: it would be another attempt's."""
         if isinstance(error, StaleEpoch) and not request.is_eager:
             if ticket.task_id == ticket.run:
-                refuse(self, request, stamp.epoch, error, stage)
                 mark_refused(fence_store(self.app), ticket)
+                refuse(self, request, stamp.epoch, error, stage)
             elif not self._carry_on(request, stamp, ticket):
                 refuse(self, request, stamp.epoch, error, stage)
                 # A child's id belongs to one attempt: chord, chain and get() wait for an end.

@@ -14,6 +14,7 @@ For pytest fixtures ``lease_url`` and ``held_lease``, put
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -21,6 +22,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from celery_lease.errors import StoreContention
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.occurrence import Occurrence
 from celery_lease.stamp import Stamp
@@ -176,5 +178,14 @@ def _take(url: str, name: str, store: SQLLeaseStore) -> HeldLease:
     term = store.acquire(name, Holder.current(), 3600.0, str(uuid.uuid4()))
     if isinstance(term, Lease):
         raise RuntimeError(f"the lease {name!r} is held by {term.holder}")
-    store.raise_fence(term)
+    end = time.monotonic() + 30
+    while True:
+        try:
+            store.raise_fence(term)
+        except StoreContention:
+            # A guard in flight. A beat would renew and go on trying.
+            if time.monotonic() > end:
+                raise
+        else:
+            break
     return HeldLease(url, term, store)

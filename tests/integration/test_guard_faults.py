@@ -1,0 +1,354 @@
+"""The guard where things go wrong: isolation levels, lost answers, frozen workers, locks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import sessionmaker
+
+from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
+from tests.integration.test_guard_sqlalchemy import Desk, Note, write
+from tests.services import TCPProxy, Verdict, hold, lose_answer
+
+LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
+
+
+@pytest.fixture
+def desks() -> Iterator[Callable[..., Desk]]:
+    """Make desks; close them in the end."""
+    made: list[Desk] = []
+
+    def make(url: str, **options: Any) -> Desk:
+        made.append(Desk(url, **options))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ]
+)
+def server_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty database on a server."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+class Behind:
+    """A user's engine whose connections go through a proxy."""
+
+    def __init__(self, desk: Desk) -> None:
+        url = sa.make_url(desk.url)
+        self.proxy = TCPProxy(url.port or 0).start()
+        # An application's connection: psycopg would also try the host's other addresses.
+        self.engine = sa.create_engine(
+            url.set(host="127.0.0.1", port=self.proxy.port), connect_args=_quick(url)
+        )
+
+    def close(self) -> None:
+        """Close both."""
+        self.proxy.resume()
+        self.engine.dispose()
+        self.proxy.stop()
+
+
+def _quick(url: sa.URL) -> dict[str, Any]:
+    return {"connect_timeout": 5}
+
+
+@pytest.fixture
+def behind() -> Iterator[Callable[[Desk], Behind]]:
+    """Make engines behind proxies; close them in the end."""
+    made: list[Behind] = []
+
+    def make(desk: Desk) -> Behind:
+        made.append(Behind(desk))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_stale_is_stale_at_every_isolation_level(
+    server_url: str, desks: Callable[..., Desk], level: str
+) -> None:
+    """Even where the transaction's snapshot is from before the takeover."""
+    desk = desks(server_url, isolation_level=level)
+    fence = desk.fence()
+    with pytest.raises(StaleEpoch), fence.transaction(desk.engine) as connection:
+        connection.execute(sa.select(Note.id)).all()
+        write(connection, 1)
+        desk.lease.depose()
+    assert desk.notes() == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_current_is_current_at_every_isolation_level(
+    server_url: str, desks: Callable[..., Desk], level: str
+) -> None:
+    """A renewal, or the leader's own marks, disturb nobody."""
+    desk = desks(server_url, isolation_level=level)
+    fence = desk.fence()
+    with fence.transaction(desk.engine) as connection:
+        connection.execute(sa.select(Note.id)).all()
+        write(connection, 1)
+        desk.lease._store.renew(desk.lease.term, 3600)
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_duplicate_is_a_duplicate_at_every_isolation_level(
+    server_url: str, desks: Callable[..., Desk], level: str
+) -> None:
+    """A key conflict in one, a serialization failure in another: looked at again afresh."""
+    desk = desks(server_url, isolation_level=level)
+    first, second = desk.fence("same"), desk.fence("same")
+    with pytest.raises(AlreadySettled), second.transaction(desk.engine) as slow:
+        # A snapshot of before, without a lock on the notes.
+        slow.execute(sa.text("SELECT COUNT(*) FROM celery_lease_term")).all()
+        with first.transaction(desk.engine) as quick:
+            write(quick, 1)
+        write(slow, 2)
+    assert desk.notes() == [1]
+
+
+@pytest.mark.postgresql
+def test_a_serialization_failure_of_current_tasks_is_not_called_stale(
+    postgresql_url: str, desks: Callable[..., Desk]
+) -> None:
+    """Two current tasks with write skew: one is turned back by the database, and may retry."""
+    desk = desks(postgresql_url, isolation_level="SERIALIZABLE")
+    with desk.engine.begin() as connection:
+        write(connection, 1)
+        write(connection, 2)
+    one, two = desk.fence(), desk.fence()
+    update = sa.update(Note)
+    with pytest.raises(sa.exc.OperationalError) as caught:  # noqa: PT012 - interleaved
+        with two.transaction(desk.engine) as b:
+            b.execute(sa.select(sa.func.sum(Note.epoch))).scalar()
+            with one.transaction(desk.engine) as a:
+                a.execute(sa.select(sa.func.sum(Note.epoch))).scalar()
+                a.execute(update.where(Note.id == 1).values(epoch=1))
+            b.execute(update.where(Note.id == 2).values(epoch=1))
+    assert caught.value.orig.sqlstate == "40001"
+    assert (one.settled, two.settled, two.refused) == (True, False, None)
+
+
+def test_a_locked_file_is_an_error_of_the_database(
+    sqlite_url: str, desks: Callable[..., Desk]
+) -> None:
+    """Passed on as it is: the task may catch it and try again."""
+    desk = desks(sqlite_url, connect_args={"timeout": 0.05})
+    fence = desk.fence()
+    other = sa.create_engine(sqlite_url)
+    with other.connect() as writer:
+        writer.exec_driver_sql("BEGIN IMMEDIATE")
+        with (
+            pytest.raises(sa.exc.OperationalError, match="locked"),
+            fence.transaction(desk.engine),
+        ):
+            pass
+        writer.rollback()
+    other.dispose()
+    with fence.transaction(desk.engine) as connection:
+        write(connection, 1)
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("level", [None, "BEGIN IMMEDIATE"])
+def test_sqlite_with_and_without_explicit_begins(
+    sqlite_url: str, desks: Callable[..., Desk], level: str | None
+) -> None:
+    """The recipe for real transactions sets isolation_level to None, which is not AUTOCOMMIT."""
+    desk = desks(sqlite_url)
+    if level is not None:
+
+        @sa.event.listens_for(desk.engine, "connect")
+        def connect(dbapi: Any, record: Any) -> None:
+            dbapi.isolation_level = None
+
+        @sa.event.listens_for(desk.engine, "begin")
+        def begin(connection: sa.Connection) -> None:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+        desk.engine.dispose()
+    with desk.fence().transaction(desk.engine) as connection:
+        write(connection, 1)
+    stale = desk.fence()
+    desk.lease.depose()
+    with pytest.raises(StaleEpoch), stale.transaction(sessionmaker(desk.engine)) as session:
+        write(session, 2)
+    assert desk.notes() == [1]
+
+
+# --- a COMMIT whose answer is lost --------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+def test_a_commit_whose_answer_was_lost_is_found_in_the_ledger(
+    server_url: str, desks: Callable[..., Desk], behind: Callable[[Desk], Behind], kind: str
+) -> None:
+    """This execution's own row is there, so the block did what it had to do."""
+    desk = desks(server_url)
+    far = behind(desk)
+    fence = desk.fence()
+    target = far.engine if kind == "Engine" else sessionmaker(far.engine)
+    with fence.transaction(target) as work:
+        write(work, 1)
+        far.proxy.filter = lose_answer(b"COMMIT")
+    assert fence.settled
+    assert desk.notes() == [1]
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+def test_a_commit_that_never_arrived_is_an_error_or_stale(
+    server_url: str, desks: Callable[..., Desk], behind: Callable[[Desk], Behind], takeover: bool
+) -> None:
+    """Without a row there is no commit; whether it may be tried again, the fence tells."""
+    desk = desks(server_url)
+    far = behind(desk)
+    fence = desk.fence()
+    deposed: list[Any] = []
+
+    def cut(sender: str, chunk: bytes, connection: Any) -> Verdict:
+        if b"COMMIT" not in chunk or sender != "client":
+            return Verdict.FORWARD
+        deposed.append(True)
+        return Verdict.DROP_AND_CUT
+
+    expected = StaleEpoch if takeover else sa.exc.OperationalError
+    real = desk.store.look
+
+    def look(*arguments: Any) -> Any:
+        if takeover:
+            desk.lease.depose()
+        return real(*arguments)
+
+    with pytest.raises(expected), fence.transaction(far.engine) as work:
+        write(work, 1)
+        far.proxy.filter = cut
+        desk.store.look = look  # type: ignore[method-assign] - at the moment of the question
+    assert deposed
+    assert desk.notes() == []
+    assert isinstance(fence.refused, StaleEpoch) == takeover
+
+
+def test_a_check_without_an_outcome_cannot_tell_whether_its_commit_arrived(
+    server_url: str, desks: Callable[..., Desk], behind: Callable[[Desk], Behind]
+) -> None:
+    """``final=False`` leaves no row to find: the error is raised, and the attempt may repeat."""
+    desk = desks(server_url)
+    far = behind(desk)
+    fence = desk.fence()
+    with (
+        pytest.raises(sa.exc.OperationalError),
+        fence.transaction(far.engine, final=False) as work,
+    ):
+        write(work, 1)
+        far.proxy.filter = lose_answer(b"COMMIT")
+    assert not fence.settled
+
+
+# --- frozen -------------------------------------------------------------------------------
+
+
+def test_a_worker_frozen_between_guard_and_commit_holds_a_takeover_up_no_longer_than_the_limit(
+    server_url: str, desks: Callable[..., Desk], behind: Callable[[Desk], Behind]
+) -> None:
+    """The server ends its transaction, the lock is free, and its COMMIT comes too late."""
+    desk = desks(server_url)
+    desk.store.idle = 1.0
+    far = behind(desk)
+    fence = desk.fence()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with fence.transaction(far.engine) as connection:
+                write(connection, 1)
+                far.proxy.filter = hold(b"COMMIT")
+        except (FencingError, sa.exc.DBAPIError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert far.proxy.holding.wait(10)
+    began = time.monotonic()
+    desk.lease.depose()
+    took = time.monotonic() - began
+    far.proxy.filter = None
+    far.proxy.resume()
+    thread.join(20)
+    assert 0.2 < took < 1.0 + 2.0
+    assert [type(each) for each in errors] == [StaleEpoch]
+    assert desk.notes() == []
+
+
+def test_a_body_frozen_with_rows_written_is_ended_by_its_own_limit(
+    server_url: str, desks: Callable[..., Desk]
+) -> None:
+    """``idle=`` counts from the start, so that the next attempt need not wait for its rows."""
+    desk = desks(server_url)
+    fence = desk.fence()
+    with (
+        pytest.raises(sa.exc.DBAPIError),
+        fence.transaction(desk.engine, idle=1.0) as connection,
+    ):
+        write(connection, 1)
+        began = time.monotonic()
+        with desk.engine.connect() as other:
+            write(other, 1)  # Waits for the row until the server has ended the first writer.
+            other.rollback()
+        assert 0.2 < time.monotonic() - began < 4.0
+        write(connection, 2)
+    assert desk.notes() == []
+    assert not fence.settled
+
+
+def test_the_limit_goes_when_the_block_is_over(
+    server_url: str, desks: Callable[..., Desk]
+) -> None:
+    """A pooled connection's next transaction is the user's own affair."""
+    desk = desks(server_url, pool_size=1, max_overflow=0)
+    variable = (
+        "SELECT current_setting('idle_in_transaction_session_timeout')"
+        if server_url.startswith("postgresql")
+        else "SELECT @@idle_transaction_timeout"
+    )
+
+    def limit() -> str:
+        with desk.engine.connect() as connection:
+            return str(connection.scalar(sa.text(variable)))
+
+    before = limit()
+    with desk.fence().transaction(desk.engine, idle=7.0) as connection:
+        assert str(connection.scalar(sa.text(variable))) in ("7s", "7")
+    assert limit() == before
+
+
+def test_a_takeover_waits_for_guards_in_flight_and_not_for_bodies(
+    server_url: str, desks: Callable[..., Desk]
+) -> None:
+    """Before its last statement a guarded transaction holds no lock on lease or fence."""
+    desk = desks(server_url)
+    fence = desk.fence()
+    with pytest.raises(StaleEpoch), fence.transaction(desk.engine) as connection:
+        write(connection, 1)
+        began = time.monotonic()
+        desk.lease.depose()
+        assert time.monotonic() - began < 0.5
+    assert desk.notes() == []
+
+
