@@ -1,0 +1,250 @@
+"""
+Takeovers and renewals under full load: ``python -m tests.guard_load``.
+
+Workers commit guarded writes as fast as they can, with fsync on, while the lease is renewed
+and taken over again and again. A twin that locks the fence first and works under the lock,
+the obvious design, shows what the order of the statements is worth. Writes
+``guard-load.json``; exit status 1 if the guard's bars are not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.managers import Namespace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from celery_lease.errors import StoreContention
+from celery_lease.lease import Term
+from celery_lease.stores.base import Raised
+from celery_lease.stores.dialects import database_of, utcnow
+from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.schema import commit_table, fence_table
+from tests.leases import NAME, expire, grant, opened
+from tests.services import MariaDB, PostgreSQL
+
+#: Seconds from one takeover to the next, with a renewal between them.
+PACE = 0.05
+#: What a renewal and a takeover may take at the 99th percentile, in seconds.
+BAR = 0.05
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.leases"])
+
+target_table = sa.Table(
+    "guard_load_target",
+    sa.MetaData(),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    mysql_engine="InnoDB",
+    mariadb_engine="InnoDB",
+)
+
+
+class Stale(Exception):
+    """The block is of an older epoch."""
+
+
+@dataclass
+class Figures:
+    """What one run showed; times in milliseconds."""
+
+    workers: int
+    commits_per_s: int
+    takeovers: int
+    takeover_median: float
+    takeover_p99: float
+    takeover_max: float
+    renewal_p99: float
+    out_of_order: int
+
+    @property
+    def good(self) -> bool:
+        """Whether it meets the bars."""
+        fast = max(self.takeover_p99, self.renewal_p99) < BAR * 1000
+        return fast and self.takeovers > 10 and self.out_of_order == 0
+
+
+# --- the workers --------------------------------------------------------------------------
+
+
+@contextmanager
+def _guard_last(connection: sa.Connection, values: dict[str, Any]) -> Iterator[None]:
+    """Work, then pass the guard: the lock lasts one round trip."""
+    yield
+    if not database_of(connection.dialect).settle(connection, idle=5.0, **values):
+        raise Stale
+
+
+@contextmanager
+def _lock_first(connection: sa.Connection, values: dict[str, Any]) -> Iterator[None]:
+    """Lock the fence, then work: the lock lasts as long as the work."""
+    fence = sa.select(fence_table.c.epoch, fence_table.c.term).where(fence_table.c.name == NAME)
+    row = connection.execute(fence.with_for_update(read=True)).one()
+    if (row.epoch, row.term) != (values["epoch"], values["term"]):
+        raise Stale
+    yield
+    connection.execute(sa.insert(commit_table).values(**values, at=utcnow()))
+
+
+def _work(url: str, first: bool, shared: Namespace, committed: Any) -> None:
+    engine = sa.create_engine(url, pool_size=1)
+    guard = _lock_first if first else _guard_last
+    count = 0
+    seen = (0, "")
+    while shared.running:
+        seen = shared.term
+        for _ in range(20):
+            task = str(uuid.uuid4())
+            values = {
+                "task_id": task,
+                "lease": NAME,
+                "epoch": seen[0],
+                "term": seen[1],
+                "execution": task,
+                "outcome": "committed",
+            }
+            try:
+                with engine.begin() as connection, guard(connection, values):
+                    connection.execute(sa.insert(target_table).values(epoch=seen[0]))
+            except (Stale, sa.exc.OperationalError):
+                break  # Ask for the current term.
+            count += 1
+    engine.dispose()
+    committed.put(count)
+
+
+# --- the leader ---------------------------------------------------------------------------
+
+
+def load(url: str, *, workers: int, seconds: float, first: bool) -> Figures:
+    """
+    Load one database.
+
+    `first`: with the twin that locks first.
+    """
+    with (
+        opened(url, lock_wait=30.0, statement_wait=60.0) as store,
+        _processes.Manager() as manager,
+    ):
+        target_table.create(store.engine, checkfirst=True)
+        shared, committed = manager.Namespace(), manager.Queue()
+        shared.running = True
+        term = _take_over(store)
+        shared.term = (term.epoch, term.uuid)
+        crew = [
+            _processes.Process(target=_work, args=(url, first, shared, committed))
+            for _ in range(workers)
+        ]
+        for each in crew:
+            each.start()
+        # From outside: a takeover that starves does not come back to look at the time.
+        end = threading.Timer(seconds, lambda: setattr(shared, "running", False))
+        end.start()
+        takeovers, renewals = _lead(store, term, shared)
+        commits = sum(committed.get(timeout=60) for _ in crew)
+        for each in crew:
+            each.join(60)
+        return Figures(
+            workers=workers,
+            commits_per_s=round(commits / seconds),
+            takeovers=len(takeovers),
+            takeover_median=_ms(statistics.median(takeovers)),
+            takeover_p99=_ms(_p99(takeovers)),
+            takeover_max=_ms(max(takeovers)),
+            renewal_p99=_ms(_p99(renewals)),
+            out_of_order=_out_of_order(store),
+        )
+
+
+def _lead(store: SQLLeaseStore, term: Term, shared: Namespace) -> tuple[list[float], list[float]]:
+    takeovers: list[float] = []
+    renewals: list[float] = []
+    pause = threading.Event()
+    while shared.running:
+        pause.wait(PACE / 2)
+        began = time.perf_counter()
+        store.renew(term, 60)
+        renewals.append(time.perf_counter() - began)
+        pause.wait(PACE / 2)
+        expire(store)
+        began = time.perf_counter()
+        term = _take_over(store)
+        takeovers.append(time.perf_counter() - began)
+        # Only now: so a commit's instant is never earlier than its fence.
+        shared.term = (term.epoch, term.uuid)
+    return takeovers, renewals
+
+
+def _take_over(store: SQLLeaseStore) -> Term:
+    term = grant(store, ttl=120)
+    while True:
+        try:
+            raised = store.raise_fence(term)
+        except StoreContention:
+            continue
+        if raised is not Raised.RAISED:
+            raise AssertionError(f"the fence is {raised}")
+        return term
+
+
+def _out_of_order(store: SQLLeaseStore) -> int:
+    """How many commits came after one of a larger epoch, by the database's clock."""
+    order = sa.select(commit_table.c.epoch).order_by(commit_table.c.at)
+    with store.engine.connect() as connection:
+        largest = wrong = 0
+        for epoch in connection.execute(order).scalars():
+            wrong += epoch < largest
+            largest = max(largest, epoch)
+        return wrong
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)
+
+
+def main() -> int:
+    """Load each database with the guard and with its twin, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--output", type=Path, default=Path("guard-load.json"))
+    options = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    ok = True
+    with PostgreSQL(fsync=True) as postgresql, MariaDB(fsync=True) as mariadb:
+        for server in (postgresql, mariadb):
+            for workers in options.workers:
+                for first in (False, True):
+                    url = server.create_database()
+                    figures = load(url, workers=workers, seconds=options.seconds, first=first)
+                    server.drop_database(url)
+                    kind = "lock first (twin)" if first else "guard last"
+                    good = first or figures.good
+                    found[f"{server.name}, {workers} workers, {kind}"] = asdict(figures)
+                    print(
+                        f"{'ok  ' if good else 'FAIL'} {server.name} {kind}: {figures}", flush=True
+                    )
+                    ok &= good
+    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

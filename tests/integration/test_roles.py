@@ -1,0 +1,209 @@
+"""The grants that ``celery lease init --sql … --grants`` prints: enough, and no more than that."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import sqlalchemy as sa
+
+from celery_lease.errors import NotWritable, StaleEpoch
+from celery_lease.guards.sqlalchemy import Guard, guarded
+from celery_lease.lease import Term
+from celery_lease.occurrence import Run, run_id
+from celery_lease.stores import ddl
+from celery_lease.stores.base import Raised, Renewal
+from celery_lease.stores.dialects import translated
+from celery_lease.stores.entries import EntryState, SQLEntries
+from celery_lease.stores.fences import FenceStore, Ticket
+from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.ledger import SQLLedger
+from celery_lease.stores.retention import prune
+from tests.leases import NAME, expire, grant, opened
+
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+@dataclass
+class Roles:
+    """One database, as three roles see it."""
+
+    owner: str
+    beat: str
+    worker: str
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ]
+)
+def roles(request) -> Iterator[Roles]:
+    """A database whose tables an administrator made, with the documented grants."""
+    service = request.getfixturevalue(request.param)
+    owner = request.getfixturevalue(f"{request.param}_url")
+    suffix = uuid.uuid4().hex[:8]
+    names = {each: f"{each}_{suffix}" for each in ("beat", "worker")}
+    with opened(owner) as store:
+        for name in names.values():
+            service.execute(
+                f"CREATE ROLE {name} LOGIN"
+                if request.param == "postgresql"
+                else f"CREATE USER {name}"
+            )
+        with store.engine.begin() as connection:
+            for statement in ddl.grants(request.param, **names):
+                connection.exec_driver_sql(statement)
+        yield Roles(
+            owner,
+            *(
+                sa.make_url(owner).set(username=names[each]).render_as_string(hide_password=False)
+                for each in ("beat", "worker")
+            ),
+        )
+        if request.param == "postgresql":
+            with store.engine.begin() as connection:
+                for name in names.values():
+                    connection.exec_driver_sql(f"DROP OWNED BY {name}")
+        for name in names.values():
+            service.execute(
+                f"DROP ROLE {name}" if request.param == "postgresql" else f"DROP USER {name}"
+            )
+
+
+@contextlib.contextmanager
+def beat(roles: Roles) -> Iterator[SQLLeaseStore]:
+    """The lease database as a beat's role sees it."""
+    store = SQLLeaseStore(roles.beat)
+    try:
+        yield store
+    finally:
+        store.dispose()
+
+
+@contextlib.contextmanager
+def worker(roles: Roles) -> Iterator[FenceStore]:
+    """The lease database as a worker's role sees it."""
+    fences = FenceStore(roles.worker)
+    try:
+        yield fences
+    finally:
+        fences.dispose()
+
+
+def ticket(term: Term, task: str) -> Ticket:
+    """What a task of this term shows."""
+    return Ticket(
+        lease=NAME, epoch=term.epoch, term=term.uuid, task_id=task, run=task,
+        execution=str(uuid.uuid4()),
+    )  # fmt: skip
+
+
+def test_a_beat_can_do_all_that_a_lease_asks_of_it(roles):
+    """One right too few, and a takeover fails in the night in which it is needed."""
+    with beat(roles) as store:
+        store.prepare(create=True)
+        store.ensure("another")
+        first = grant(store)
+        assert store.raise_fence(first) is Raised.RAISED
+        assert store.renew(first, 30) is Renewal.RENEWED
+        assert store.floor(first) < first.epoch
+        assert store.jump(first, 7).epoch == 8
+        expire(store)
+        second = grant(store)
+        store.end_by_conflict(second)
+        assert store.release(second)
+        assert store.raise_epoch(NAME, 50).epoch == 50
+        assert len(store.history(NAME, 10)) == 2
+
+
+def test_a_beat_can_do_all_that_the_ledger_asks_of_it(roles):
+    """The same, for what is dispatched under the lease."""
+    with beat(roles) as store:
+        term = grant(store)
+        store.raise_fence(term)
+        ledger, entries = SQLLedger(store.engine), SQLEntries(store.engine)
+        runs = [
+            Run(id=run_id(NAME, "e", due), entry="e", due_at=due, fenced=True)
+            for due in (NOW, NOW + timedelta(hours=1))
+        ]
+        state = EntryState(name="e", first_seen_at=NOW, last_run_at=NOW, total_run_count=1)
+        assert ledger.claim(term, runs, moved=[state]) == set()
+        assert ledger.mark(term, [runs[0].id]) == 1
+        assert [each.id for each in ledger.to_recover(term, limit=9, own=True)] == [runs[1].id]
+        assert ledger.reclaim(term, ledger.to_recover(term, limit=9, own=True))
+        assert len(list(entries.load(NAME))) == 1
+        prune(store.engine, NAME, retention=0.0, limit=10)
+
+
+@pytest.mark.parametrize("table", ["celery_lease", "celery_lease_fence"])
+def test_a_beat_cannot_delete_what_keeps_the_epoch(roles, table):
+    """A row that is gone starts again at epoch 1."""
+    with beat(roles) as store, pytest.raises(NotWritable):
+        _execute(store.engine, f"DELETE FROM {table}")
+
+
+def test_a_worker_can_do_all_that_the_guard_asks_of_it(roles):
+    """Admission, the guard of its own transaction, settling and refusing."""
+    with opened(roles.owner) as store, worker(roles) as fences:
+        term = grant(store)
+        store.raise_fence(term)
+        assert fences.look(ticket(term, "a")).current
+        assert fences.settle(ticket(term, "a"), "committed") == "committed"
+        for final in (True, False):
+            with guarded(fences.engine, Guard(ticket(term, "b"), fences, final=final)):
+                pass
+        SQLLedger(store.engine).claim(term, [Run(id="c", entry="e", due_at=NOW, fenced=True)])
+        assert fences.refuse(ticket(term, "c"))
+
+
+def test_a_worker_is_refused_as_stale_and_not_for_its_rights(roles):
+    """An error about privileges would be retried, or hide what happened."""
+    with opened(roles.owner) as store, worker(roles) as fences:
+        old = grant(store)
+        store.raise_fence(old)
+        expire(store)
+        store.raise_fence(grant(store))
+        guard = Guard(ticket(old, "a"), fences, final=True)
+        with pytest.raises(StaleEpoch), guarded(fences.engine, guard):
+            pass
+
+
+FORBIDDEN = {
+    "take the lease": "UPDATE celery_lease SET holder = 'me', term = 't'",
+    "raise the lease's epoch": "UPDATE celery_lease SET epoch = epoch + 1",
+    "lower the lease's epoch": "UPDATE celery_lease SET epoch = 0",
+    "extend the lease": "UPDATE celery_lease SET expires_at = '2099-01-01'",
+    "make a lease": "INSERT INTO celery_lease (name, epoch) VALUES ('x', 9)",
+    "delete the lease": "DELETE FROM celery_lease",
+    "raise the fence": "UPDATE celery_lease_fence SET epoch = epoch + 1",
+    "lower the fence": "UPDATE celery_lease_fence SET epoch = 0",
+    "change the fence's term": "UPDATE celery_lease_fence SET term = 'mine'",
+    "delete the fence": "DELETE FROM celery_lease_fence",
+    "rewrite history": "DELETE FROM celery_lease_term",
+    "take a settled task back": "DELETE FROM celery_lease_commit",
+    "change an outcome": "UPDATE celery_lease_commit SET outcome = 'failed'",
+    "move a run to another epoch": "UPDATE celery_lease_run SET epoch = 0",
+    "make a run": "INSERT INTO celery_lease_run (id) VALUES ('x')",
+    "move an entry on": "UPDATE celery_lease_entry SET last_run_at = NULL",
+    "drop a table": "DROP TABLE celery_lease_commit",
+}
+
+
+@pytest.mark.parametrize("statement", FORBIDDEN.values(), ids=FORBIDDEN)
+def test_a_worker_cannot(roles, statement):
+    """What a task's code may do to the lease must not depend on what it means to do."""
+    with opened(roles.owner) as store, worker(roles) as fences:
+        store.raise_fence(grant(store))
+        with pytest.raises(NotWritable):
+            _execute(fences.engine, statement)
+
+
+def _execute(engine: sa.Engine, statement: str) -> None:
+    with translated(engine), engine.begin() as connection:
+        connection.exec_driver_sql(statement)
