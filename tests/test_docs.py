@@ -16,7 +16,7 @@ from celery import Celery, schedules
 from celery.utils.dispatch import Signal
 
 import celery_lease
-from celery_lease import cli, errors, signals
+from celery_lease import canary, cli, errors, signals
 from celery_lease.backend import fence_store
 from celery_lease.due import due_at, missed
 from celery_lease.elector import Action
@@ -111,6 +111,20 @@ def test_every_command_and_option_is_described() -> None:
     assert "--url" in text
 
 
+def test_the_checks_of_a_database_are_those_that_the_page_shows(sqlite_url: str) -> None:
+    """Who reads "failed" looks it up by its name."""
+    shown = re.findall(r"^   ok      ([^:]+): ", page("reference/cli"), re.MULTILINE)
+    assert shown == [each.check for each in canary.run(sqlite_url, {}, rounds=2, create=True)]
+
+
+def test_every_set_of_durations_on_the_page_is_allowed() -> None:
+    """They will be copied."""
+    for row in _rows(page("howto/choose-ttl"))[1:]:
+        ttl, renew, margin, retry = map(float, row[1:5])
+        Settings(ttl=ttl, renew_interval=renew, margin=margin, retry_interval=retry)
+        assert row[5] == f"{ttl + retry:g} s"
+
+
 def test_every_public_name_is_listed() -> None:
     """What is not on that page is not public."""
     listed = page("reference/api").split("By path:", maxsplit=1)[0]
@@ -133,9 +147,10 @@ def test_every_module_is_on_the_map() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """A call that logs something with an action."""
+    """A call that logs something."""
 
-    action: str
+    #: Its stable name; None where it has none.
+    action: str | None
     #: The method: info, warning, error, critical, exception, log.
     method: str
     #: The message, with its placeholders; None where it is not a literal.
@@ -143,26 +158,31 @@ class Told:
 
 
 def _told() -> Iterator[Told]:
-    """Yield all calls of the package that log with an action, the transitions left out."""
+    """Yield all calls of the package that log, the transitions left out."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger.")):
                 continue
-            extra = next((each.value for each in node.keywords if each.arg == "extra"), None)
-            if not isinstance(extra, ast.Dict):
-                continue
-            actions = [
-                value
-                for key, value in zip(extra.keys, extra.values, strict=True)
-                if isinstance(key, ast.Constant) and key.value == "action"
+            method = ast.unparse(node.func).removeprefix("logger.")
+            texts = [
+                each.value
+                for each in node.args
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
             ]
-            for action in (name for each in actions for name in _names(each)):
-                texts = [
-                    each.value
-                    for each in node.args
-                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
-                ]
-                yield Told(action, node.func.attr, texts[0] if texts else None)
+            for action in _actions(node):
+                yield Told(action, method, texts[0] if texts else None)
+
+
+def _actions(call: ast.Call) -> list[str] | list[None]:
+    extra = next((each.value for each in call.keywords if each.arg == "extra"), None)
+    if not isinstance(extra, ast.Dict):
+        return [None]
+    named = {
+        key.value: value
+        for key, value in zip(extra.keys, extra.values, strict=True)
+        if isinstance(key, ast.Constant)
+    }
+    return _names(named["action"]) if "action" in named else [None]
 
 
 def _names(action: ast.expr) -> list[str]:
@@ -187,7 +207,8 @@ def _described_lines() -> dict[str, tuple[str | None, str | None]]:
 def test_every_log_event_is_described_once() -> None:
     """The page is the runbook: what is logged and not there leaves its reader alone."""
     events = described("log-event", page("reference/log-events"))
-    known = {each.action for each in _told()} | {f"lease-{each.value}" for each in Action}
+    known = {each.action for each in _told() if each.action is not None}
+    known |= {f"lease-{each.value}" for each in Action}
     assert sorted(events) == sorted(known)
 
 
@@ -202,6 +223,21 @@ def test_every_log_line_of_the_page_is_one_of_the_code() -> None:
         methods = {"error" if each.method == "exception" else each.method for each in calls}
         if "log" not in methods:
             assert level in {each.upper() for each in methods}, action
+
+
+def test_every_loud_line_without_an_action_is_shown() -> None:
+    """It is found by its words, then."""
+    section = page("reference/log-events").partition("Lines without an action")[2]
+    shown = re.findall(r"^\.\. code-block:: text\n\n   (.*)$", section, re.MULTILINE)
+    loud = [
+        each.message
+        for each in _told()
+        if each.action is None and each.method in ("warning", "error", "critical", "exception")
+    ]
+    for message in loud:
+        assert any(_could_say(message, line) for line in shown), message
+    for line in shown:
+        assert any(_could_say(message, line) for message in loud), line
 
 
 def test_an_example_of_every_transition_can_be_made() -> None:
