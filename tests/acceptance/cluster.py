@@ -1,0 +1,198 @@
+"""Beats and workers over one database and one broker."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import pytest
+import sqlalchemy as sa
+
+from tests.acceptance.ledger import Ledger
+from tests.acceptance.points import DIRECTORY, Points
+from tests.services import TCPProxy, wait_until
+from tests.services.base import ROOT
+from tests.services.cluster import BeatNode, WorkerNode
+from tests.services.processes import CeleryProcess
+
+TTL, RENEW, MARGIN, RETRY = 6, 2, 1, 1
+#: How long a takeover may take after a crash.
+TAKEOVER = TTL + RETRY + 1
+
+POSTGRESQL, MARIADB, SQLITE = "postgresql-redis", "mariadb-rabbitmq", "sqlite-redis"
+_MARKS = {
+    POSTGRESQL: (pytest.mark.postgresql, pytest.mark.redis),
+    MARIADB: (pytest.mark.mariadb, pytest.mark.rabbitmq),
+    SQLITE: (pytest.mark.redis,),
+}
+
+
+def on(first, *others):
+    """Run a test on these pairs of servers; on all but the first only where asked for slow ones."""
+    pairs = [pytest.param(first, marks=_MARKS[first])]
+    pairs += [pytest.param(each, marks=(*_MARKS[each], pytest.mark.slow)) for each in others]
+    return pytest.mark.parametrize("pair", pairs, indirect=True)
+
+
+@dataclass
+class Pair:
+    """A database and a broker."""
+
+    name: str
+    database: str
+    broker: str
+    results: str
+    #: The servers; None for a file.
+    database_server: object
+    broker_server: object
+
+
+def make_pair(name, request):
+    """Return a fresh database and a fresh broker of this kind."""
+    get = request.getfixturevalue
+    if name == MARIADB:
+        database = get("mariadb_url")
+        servers = get("mariadb"), get("rabbitmq")
+        return Pair(name, database, get("rabbitmq_url"), f"db+{database}", *servers)
+    broker = get("redis_url")
+    if name == SQLITE:
+        return Pair(name, get("sqlite_url"), broker, broker, None, get("redis_server"))
+    servers = get("postgresql"), get("redis_server")
+    return Pair(name, get("postgresql_url"), broker, broker, *servers)
+
+
+class Cluster:
+    """What a test starts; all of it ends with the test."""
+
+    def __init__(self, pair, directory):
+        self.pair = pair
+        self.directory = directory
+        self.ledger = Ledger(pair.database)
+        self.points = Points(directory / "points")
+        #: The schedule of the beats that are started next; see `app.entry`.
+        self.schedule = {}
+        #: Further settings of the processes that are started next.
+        self.conf = {}
+        self.began = datetime.now(timezone.utc)
+        self.nodes = []
+        self._stack = ExitStack()
+
+    # --- starting -------------------------------------------------------------------------
+
+    def environment(self, *, lease=None, broker=None):
+        """Return what tells a process where everything is; by a proxy, where one is given."""
+        self.ledger.register(self.schedule)
+        given = {
+            "began": self.began.isoformat(),
+            "database": self.pair.database,
+            "lease": by(lease, self.pair.database),
+            "broker": by(broker, self.pair.broker),
+            "results": self.pair.results,
+            "schedule": self.schedule,
+            "conf": self.conf,
+        }
+        return {"ACCEPTANCE": json.dumps(given), DIRECTORY: str(self.points.directory)}
+
+    def beat(
+        self,
+        name,
+        *arguments,
+        scheduler="tests.acceptance.scheduler:StoppingScheduler",
+        loglevel="INFO",
+        **proxies,
+    ):
+        """Start a beat."""
+        process = CeleryProcess.beat(
+            "tests.acceptance.app",
+            *arguments,
+            name=name,
+            scheduler=scheduler,
+            loglevel=loglevel,
+            directory=self.directory,
+            env=self.environment(**proxies),
+        )
+        return self._start(BeatNode(process))
+
+    def leader(self, name, epoch=1, **options):
+        """Start a beat and wait until it leads."""
+        beat = self.beat(name, **options)
+        beat.wait_for_log(f"leads under epoch {epoch}")
+        return beat
+
+    def standby(self, name, **options):
+        """Start a beat and wait until it stands by."""
+        beat = self.beat(name, **options)
+        beat.wait_for_log("stands by")
+        return beat
+
+    def worker(
+        self, name="worker", *arguments, ready=True, concurrency=1, pool="prefork", **proxies
+    ):
+        """Start a worker, and wait until it is ready unless told otherwise."""
+        process = CeleryProcess.worker(
+            "tests.acceptance.app",
+            *arguments,
+            name=name,
+            concurrency=concurrency,
+            pool=pool,
+            directory=self.directory,
+            env=self.environment(**proxies),
+        )
+        node = self._start(WorkerNode(process))
+        if ready:
+            node.ready()
+        return node
+
+    def _start(self, node):
+        self.nodes.append(node)
+        return node.start()
+
+    def proxy(self, url):
+        """Start a proxy before the server of an URL."""
+        return self._stack.enter_context(TCPProxy(sa.make_url(url).port))
+
+    def crash(self, beat):
+        """Kill a beat, and return when, by the database's clock."""
+        beat.kill("SIGKILL")
+        return self.ledger.now()
+
+    def wait_for_expiry(self):
+        """Wait until the lease has expired by the database's clock."""
+        query = "SELECT expires_at FROM celery_lease"
+        wait_until(
+            lambda: self.ledger.rows(query)[0][0] < self.ledger.now(),
+            timeout=TTL + 5,
+            message="the lease to expire",
+        )
+
+    def celery(self, *arguments, **proxies):
+        """Run a ``celery`` command to its end; return its exit status and what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "tests.acceptance.app", *arguments],
+            env={**os.environ, **self.environment(**proxies)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def close(self):
+        """End everything."""
+        for node in self.nodes:
+            node.container.stop(timeout=0)  # At once: nobody waits for its farewell.
+        self._stack.close()
+        self.ledger.engine.dispose()
+
+
+def by(proxy, url):
+    """Return an URL by way of a proxy."""
+    if proxy is None:
+        return url
+    there = sa.make_url(url)
+    return url.replace(f":{there.port}/", f":{proxy.port}/", 1)

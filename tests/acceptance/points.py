@@ -1,0 +1,61 @@
+"""Exact points at which a test has a process wait, stop or end: files, and no sleeps.
+
+A test arms a point; the first process that passes it takes it, says so, and does there
+what was asked.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.services import wait_until
+
+#: Where the files are, for the processes.
+DIRECTORY = "ACCEPTANCE_POINTS"
+
+
+def pass_point(name):
+    """Go on, unless a test has armed this point."""
+    directory = Path(os.environ[DIRECTORY])
+    armed = directory / f"{name}.armed"
+    taken = directory / f"{name}.taken.{os.getpid()}"
+    try:
+        armed.rename(taken)  # Only one process can.
+    except FileNotFoundError:
+        return
+    action = taken.read_text()
+    (directory / f"{name}.note").write_text(str(os.getpid()))
+    (directory / f"{name}.note").rename(directory / f"{name}.reached")
+    if action == "exit":
+        os._exit(9)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "wait":
+        while not (directory / f"{name}.released").exists():
+            time.sleep(0.02)
+
+
+class Points:
+    """The test's side."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.directory.mkdir()
+
+    def arm(self, name, action):
+        """Have the first process that passes wait, stop (by SIGSTOP) or exit there."""
+        for old in self.directory.glob(f"{name}.*"):
+            old.unlink()
+        (self.directory / "new").write_text(action)
+        (self.directory / "new").rename(self.directory / f"{name}.armed")
+
+    def reached(self, name, timeout=30.0):
+        """Wait until a process is there; return its id."""
+        note = self.directory / f"{name}.reached"
+        wait_until(note.exists, timeout=timeout, message=f"a process to pass {name!r}")
+        return int(note.read_text())
+
+    def release(self, name):
+        """Let the process that waits there go on."""
+        (self.directory / f"{name}.released").touch()

@@ -1,0 +1,14 @@
+"""The leased scheduler with points around the moment when the broker gets messages."""
+
+from celery_lease import LeasedScheduler
+from tests.acceptance.points import pass_point
+
+
+class StoppingScheduler(LeasedScheduler):
+    """Passes points after the claim and before the mark."""
+
+    def flush(self, sendings):
+        """Give the broker messages."""
+        pass_point("claimed")
+        super().flush(sendings)
+        pass_point("published")
