@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import dataclasses
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -133,13 +136,15 @@ def test_every_public_name_is_listed() -> None:
         assert f"``{name}``" in listed, name
 
 
-def test_every_module_is_on_the_map() -> None:
-    """A map with a white spot sends its reader there."""
+def test_the_map_of_modules_shows_the_layers_that_are_enforced() -> None:
+    """Who adds a module looks there for its place."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    layers = config["importlinter:contract:layers"]["layers"]
+    enforced = [set(re.findall(r"\w+", layer)) for layer in layers.split("\n") if layer]
     text = page("explanation/architecture")
-    for path in PACKAGE.iterdir():
-        if path.suffix == ".py" or (path / "__init__.py").exists():
-            name = path.stem
-            assert name == "__init__" or f"``{name}``" in text, name
+    rows = _rows(text[text.index("modules, checked by") :])[1:]
+    assert [set(re.findall(r"``(\w+)``", row[0])) for row in rows] == enforced
 
 
 # --- log lines ----------------------------------------------------------------------------
@@ -367,6 +372,54 @@ def _python_blocks() -> Iterator[Any]:
 def test_python_on_a_page_is_python(code: str) -> None:
     """It will be copied."""
     ast.parse(code)
+
+
+#: What the how-to takes for granted.
+_PROJECT = {
+    "proj/__init__.py": "",
+    "proj/app.py": """
+from celery import Celery
+
+app = Celery("proj", broker="memory://", set_as_current=False)
+""",
+    "proj/db.py": """
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
+
+
+class Base(DeclarativeBase): ...
+
+
+class Summary(Base):
+    __tablename__ = "summary"
+    run: Mapped[str] = mapped_column(primary_key=True)
+    text: Mapped[str]
+    epoch: Mapped[int]
+
+
+Session = sessionmaker()
+""",
+}
+
+
+def test_the_tests_of_the_how_to_pass(tmp_path: Path) -> None:
+    """Somebody begins with them."""
+    blocks = [
+        each.values[0] for each in _python_blocks() if each.id.startswith("test-your-tasks-")
+    ]
+    conftest, tasks, *tests = blocks
+    files = {
+        **_PROJECT,
+        "conftest.py": conftest,
+        "proj/tasks.py": tasks,
+        "test_summaries.py": "\n".join(tests),
+    }
+    (tmp_path / "proj").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:celery", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{sum(each.count('def test_') for each in tests)} passed" in done.stdout
 
 
 def test_the_tutorials_program_does_what_the_tutorial_says(tmp_path: Path) -> None:
