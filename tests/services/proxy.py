@@ -23,8 +23,8 @@ Direction: TypeAlias = Literal["client", "server"]
 #: What a filter looks for in a chunk: bytes, or a compiled expression.
 Pattern: TypeAlias = "bytes | re.Pattern[bytes]"
 
-#: A COMMIT, as the drivers of PostgreSQL and MariaDB send it; not a ``SET AUTOCOMMIT``.
-COMMIT = re.compile(rb"(?<!AUTO)COMMIT", re.IGNORECASE)
+#: A COMMIT, as the drivers send it; neither a ``SET AUTOCOMMIT`` nor a ``READ COMMITTED``.
+COMMIT = re.compile(rb"(?<!AUTO)COMMIT(?!TED)", re.IGNORECASE)
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20
