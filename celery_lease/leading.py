@@ -137,7 +137,7 @@ class LeaseMixin(LeasedSends):
         except StoreError as error:
             self._forget()
             logger.warning("lease %r: the lease database failed us: %s", self.settings.name, error)
-        except Exception:
+        except Exception:  # noqa: BLE001 - beat goes on, whatever it was
             self._forget()
             logger.exception("lease %r: beat could not do its turn", self.settings.name)
         finally:
@@ -220,7 +220,12 @@ class LeaseMixin(LeasedSends):
 
     def turn(self, term: Term, *args: Any, **kwargs: Any) -> float:
         """Do one turn under *term*; return seconds until the next."""
-        return float(super().tick(*args, **kwargs) or 0.0)
+        self.trouble = None
+        wait = float(super().tick(*args, **kwargs) or 0.0)
+        if self.trouble is not None:
+            self.unload()
+            raise self.trouble
+        return wait
 
     def lost_after(self) -> dict[str, float]:
         """Return the entries that want lost runs sent again, and after how many seconds."""
@@ -247,7 +252,8 @@ class LeaseMixin(LeasedSends):
             return
         self._closed = True
         try:
-            super().close()
+            if self._set_up:  # Celery 5.5 would close a file that was never opened
+                super().close()
         finally:
             for name in ("elector", "publisher", "store"):
                 part = self.__dict__.get(name)

@@ -8,16 +8,18 @@ run's id and the stamp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import cached_property
 from numbers import Real
 from typing import Any
 
+from celery_lease.agenda import aware
 from celery_lease.dispatch import Dispatcher
 from celery_lease.due import due_at, missed
 from celery_lease.entry import PLAIN
+from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, run_id
 from celery_lease.parts import LeaseParts, logger
@@ -44,6 +46,8 @@ class LeasedSends(LeaseParts):
     _sending: Sending | None = None
     #: The entry, where a scheduler of its own called `apply_async` for it.
     _alone: Any = None
+    #: Why that could not claim: the scheduler's state is ahead of the ledger then.
+    trouble: CeleryLeaseError | None = None
 
     @cached_property
     def publisher(self) -> Publisher:
@@ -90,7 +94,7 @@ class LeasedSends(LeaseParts):
         """
         sending = self._sending
         if sending is None:
-            return self._apply_alone(entry, advance)
+            return self._apply_alone(entry, advance=advance)
         try:
             with self._stamped(entry, sending):
                 return super().apply_async(entry, producer=producer, advance=False, **kwargs)
@@ -99,12 +103,21 @@ class LeasedSends(LeaseParts):
             sending.trouble = error.__cause__ or error.__context__ or error
             return None
 
-    def _apply_alone(self, entry: Any, advance: bool) -> None:
-        term = self.elector.check()
-        run = self._run_of(entry, term)
-        if advance:
-            self.reserve(entry)
-        if run.id in self.dispatcher.ledger.claim(term, [run]):
+    def _apply_alone(self, entry: Any, *, advance: bool) -> None:
+        try:
+            term = self.elector.check()
+            run = self._run_of(entry, term)
+            known = self.dispatcher.ledger.claim(term, [run])
+            if advance:
+                self.reserve(entry)
+            # Stored before it is sent: a crash must not send it again under another id.
+            self._do_sync()  # type: ignore[attr-defined] # the stubs forget it
+        except (LeaseLost, StoreError) as error:
+            # `apply_entry` would swallow it, though a stock tick has moved the entry on.
+            self.trouble = error
+            self.schedule[entry.name] = entry
+            return
+        if run.id in known:
             # Another leader, or this one, had it already; recovery sends it if need be.
             logger.info(
                 "lease %r: %r, due %s, was claimed before",
@@ -125,10 +138,10 @@ class LeasedSends(LeaseParts):
         due = now = self.now()
         last = entry.last_run_at
         if last is not None:
-            last = last if last.tzinfo is not None else last.replace(tzinfo=timezone.utc)
-            first = due_at(entry.schedule, last)
-            if first <= now:
-                due = missed(entry.schedule, first, now, 1).newest[-1]
+            with suppress(ValueError):  # a schedule of one occurrence, which has passed
+                first = due_at(entry.schedule, aware(last))
+                if first <= now:
+                    due = missed(entry.schedule, first, now, 1).newest[-1]
         return Run(
             id=run_id(term.name, entry.name, due),
             entry=entry.name,

@@ -1,0 +1,200 @@
+"""Other schedulers under the lease: their storage stays their own, and only one writes it."""
+
+from datetime import timedelta
+
+import pytest
+from celery.beat import PersistentScheduler, Scheduler
+
+from celery_lease.errors import StoreUnavailable
+from celery_lease.leading import LeaseMixin
+from celery_lease.scheduler import leased
+from tests.integration.beats import START, Cluster, no_broker
+
+
+@pytest.fixture
+def cluster(sqlite_url):
+    """Beats over SQLite."""
+    cluster = Cluster(sqlite_url)
+    yield cluster
+    cluster.close()
+
+
+class Steered:
+    """A clock and a broker in the test's hands, for any leased scheduler."""
+
+    before_flush = staticmethod(lambda runs: None)
+
+    def flush(self, sendings):
+        """Let the test step in."""
+        self.before_flush([each.run for each in sendings])
+        super().flush(sendings)
+
+    def go(self, times=20):
+        """Tick a few times."""
+        for _ in range(times):
+            self.tick()
+        return self
+
+
+class Stock(Steered, LeaseMixin, Scheduler):
+    """Celery's own in-memory scheduler, led."""
+
+
+def test_leased_makes_a_class_of_any_scheduler():
+    """The one line for people who have a scheduler already."""
+    cls = leased(PersistentScheduler)
+
+    assert cls.__mro__[:2] == (cls, LeaseMixin)
+    assert issubclass(cls, PersistentScheduler)
+    assert cls.__name__ == "LeasedPersistentScheduler"
+
+
+def test_a_standby_does_not_touch_the_others_files(cluster, tmp_path):
+    """A stock scheduler that finds its file locked "repairs" it by deleting it."""
+    path = tmp_path / "schedule"
+    cls = leased(PersistentScheduler)
+    first = cls(app=cluster.app({}), schedule_filename=str(path))
+    second = cls(app=cluster.app({}), schedule_filename=str(path))
+    cluster.beats += [first, second]
+    assert list(tmp_path.glob("schedule*")) == []
+
+    first.tick()
+    second.tick()
+
+    assert first.elector.leading
+    assert second._store is None
+
+
+def test_what_a_stock_tick_sends_is_claimed_stamped_and_marked(cluster):
+    """The mixin sits in ``apply_async``, which every scheduler passes."""
+    beat = cluster.beat({"entry": {"schedule": 1.0}}, cls=Stock).go(5)
+
+    (message,) = cluster.messages()
+    assert message.headers["stamps"]["lease_epoch"] == 1
+    assert cluster.runs("id", "state") == [(message.headers["id"], "published")]
+    assert beat.schedule["entry"].total_run_count == 1
+
+
+def test_the_same_occurrence_is_not_sent_by_two_leaders(cluster):
+    """The second starts from old state; the ledger has the run."""
+    daily = {"entry": {"schedule": timedelta(days=1), "last_run_at": START - timedelta(days=1)}}
+    cluster.beat(daily, cls=Stock).go(5)
+    cluster.depose()
+
+    second = cluster.beat(daily, cls=Stock).go(5)
+
+    assert second.elector.leading
+    assert len(cluster.messages()) == 1
+
+
+def test_a_claim_that_failed_is_made_up_for(cluster):
+    """Stock beat has moved the entry on by then, and swallows the error."""
+    beat = cluster.beat({"entry": {"schedule": 3600.0}}, cls=Stock)
+    beat.app.conf.beat_schedule["entry"]["last_run_at"] = START - timedelta(hours=1)
+    ledger = beat.dispatcher.ledger
+    claim = ledger.claim
+    ledger.claim = lambda *args, **kwargs: fail()
+    beat.go(5)
+    assert cluster.messages() == []
+
+    ledger.claim = claim
+    beat.go(5)
+
+    assert len(cluster.messages()) == 1
+
+
+def fail():
+    """Stand for a database that went away."""
+    raise StoreUnavailable("server closed the connection unexpectedly")
+
+
+def test_a_broker_that_is_away_costs_a_stock_scheduler_nothing(cluster):
+    """Its entry has moved on; the claim has not been forgotten."""
+    beat = cluster.beat({"entry": {"schedule": timedelta(days=1)}}, cls=Stock)
+    beat.app.conf.beat_schedule["entry"]["last_run_at"] = START - timedelta(days=1)
+    beat.before_flush = no_broker
+    beat.go(5)
+    assert cluster.runs("state") == [("claimed",)]
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.go(5)
+
+    assert len(cluster.messages()) == 1
+    assert cluster.runs("state") == [("published",)]
+
+
+def test_a_deposed_leader_does_not_write_its_state(cluster):
+    """Not at the loss, not at the end."""
+    written = []
+
+    class Writing(Stock):
+        def sync(self):
+            written.append(self.elector.leading)
+            super().sync()
+
+    class Storage(Scheduler):
+        def sync(self):
+            stored.append(self)
+
+    stored = []
+    cls = type("Led", (LeaseMixin, Storage), {})
+    beat = cluster.beat(cls=cls)
+    beat.tick()
+    stored.clear()
+    beat.elector.concede("another beat leads")
+
+    beat.sync()
+    beat.close()
+
+    assert stored == []
+
+
+def test_a_leader_writes_its_state_before_it_releases(cluster):
+    """A graceful stop keeps what it knows."""
+    stored = []
+
+    class Storage(Scheduler):
+        def sync(self):
+            stored.append(self.elector.leading)
+
+    beat = cluster.beat(cls=type("Led", (LeaseMixin, Storage), {}))
+    beat.tick()
+    beat.close()
+
+    assert stored[-1] is True
+
+
+def test_redbeat_is_led_like_any_other(cluster, redis_url):
+    """Its entries live in Redis, and its tick is its own."""
+    schedulers = pytest.importorskip("redbeat.schedulers")
+
+    class RedBeat(Steered, LeaseMixin, schedulers.RedBeatScheduler):
+        def find(self, name):
+            key = self.Entry.generate_key(self.app, name)
+            try:
+                return self.Entry.from_key(key, app=self.app)
+            except KeyError:
+                return None
+
+    conf = {"redbeat_redis_url": redis_url, "redbeat_lock_key": None, "result_expires": None}
+    far = {"far": {"schedule": timedelta(days=3650)}}
+    first = cluster.beat(far, cls=RedBeat, **conf)
+    second = cluster.beat(far, cls=RedBeat, **conf)
+    first.tick()
+    entry = schedulers.RedBeatSchedulerEntry(
+        "entry", "tasks.plain", timedelta(days=1), app=first.app
+    )
+    entry.save().reschedule(START - timedelta(days=1))
+
+    first.go(3)
+    second.go(3)
+    assert len(cluster.messages()) == 1
+
+    first.before_flush = no_broker
+    entry.reschedule(START - timedelta(hours=25))
+    first.go(3)
+    cluster.depose()
+    second.go(3)
+
+    assert [m.headers["stamps"]["lease_epoch"] for m in cluster.messages()] == [2]
