@@ -97,17 +97,29 @@ class GuardedBackend:
         return self._real.__reduce__()
 
     def store_result(
-        self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any
+        self,
+        task_id: str,
+        result: Any,
+        state: str,
+        traceback: Any = None,
+        request: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        """Store STARTED, RETRY or a custom state, if the request is current."""
-        if self._may_report(task_id, kwargs.get("request")):
-            return self._real.store_result(task_id, result, state, *args, **kwargs)
+        """Store STARTED or a custom state, if the request is current."""
+        if self._may_report(task_id, request):
+            return self._real.store_result(
+                task_id, result, state, traceback=traceback, request=request, **kwargs
+            )
         return result
 
-    def mark_as_retry(self, task_id: str, exc: Any, *args: Any, **kwargs: Any) -> Any:
+    def mark_as_retry(
+        self, task_id: str, exc: Any, traceback: Any = None, request: Any = None, **kwargs: Any
+    ) -> Any:
         """Store RETRY, if the request is current."""
-        if self._may_report(task_id, kwargs.get("request")):
-            return self._real.mark_as_retry(task_id, exc, *args, **kwargs)
+        if self._may_report(task_id, request):
+            return self._real.mark_as_retry(
+                task_id, exc, traceback=traceback, request=request, **kwargs
+            )
         return None
 
     def mark_as_failure(

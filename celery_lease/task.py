@@ -19,19 +19,19 @@ from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_lease.backend import GuardedBackend, fence_store, mark_refused, ticket_of, vouch
+from celery_lease.bypass import refuse_bypass
 from celery_lease.errors import (
     AlreadySettled,
-    ConfigurationError,
     FencingError,
     MissingEpoch,
     StaleEpoch,
     StoreContention,
-    StoreError,
     StoreUnavailable,
     UnsafeTransaction,
 )
 from celery_lease.guards.fence import TaskFence, Unfenced
 from celery_lease.occurrence import Occurrence
+from celery_lease.republish import carry_on, follows, try_later
 from celery_lease.signals import install, refuse
 from celery_lease.stamp import Stamp, enclosing_stamp
 from celery_lease.stores.fences import Ticket, refusal
@@ -53,10 +53,6 @@ _running: ContextVar[TaskFence | None] = ContextVar("celery_lease_fence", defaul
 
 _UNFENCED = Unfenced()
 _AWAY = (StoreUnavailable, StoreContention)
-#: Seconds until a message is tried again: at first, and at most.
-FIRST_COUNTDOWN, LAST_COUNTDOWN = 5.0, 60.0
-#: Message header: how often this message has waited for the lease database.
-_WAITS = "lease_waits"
 
 
 class FencedTask(_Task):
@@ -86,7 +82,7 @@ class FencedTask(_Task):
             ConfigurationError: The class or the app would by-pass it.
         """
         super().on_bound(app)
-        _refuse_bypass(cls, app)
+        refuse_bypass(cls, FencedTask, app)
         install(app)
 
     @property
@@ -109,8 +105,7 @@ class FencedTask(_Task):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body behind the fence if the message is stamped."""
         request = self.request
-        # Celery's own mark for a request whose body runs already.
-        if request.called_directly or request._protected:  # type: ignore[attr-defined]
+        if request.called_directly or _is_running(request):
             if self.require_epoch and _running.get() is None:
                 raise self._missing_epoch()
             return super().__call__(*args, **kwargs)
@@ -122,7 +117,7 @@ class FencedTask(_Task):
                 raise self._missing_epoch()
             with _behind(None):
                 return self.run(*args, **kwargs)
-        request._protected = 1  # type: ignore[attr-defined]
+        _mark_running(request)
         fence = self._admit(request, stamp)
         with _behind(fence):
             try:
@@ -145,7 +140,7 @@ class FencedTask(_Task):
         try:
             standing = self._patiently(lambda: store.look(ticket))
         except _AWAY as error:
-            self._try_later(request, error)
+            try_later(self, request, error)
         refused = refusal(ticket, standing)
         if refused is not None:
             self._turn_away(request, stamp, ticket, refused, "start")
@@ -166,7 +161,7 @@ class FencedTask(_Task):
             if _outcome(fence, error) == "failed":
                 self._tell_late_failure(request, error)
         elif isinstance(error, _AWAY):
-            self._try_later(request, error)
+            try_later(self, request, error)
         else:
             outcome = _outcome(fence, error)
             if outcome is None:
@@ -177,7 +172,7 @@ class FencedTask(_Task):
                 stage = "failure" if outcome == "failed" else "settle"
                 self._turn_away(request, stamp, fence.ticket, refused, stage)
             except _AWAY as away:
-                self._try_later(request, away)
+                try_later(self, request, away)
         vouch(request)
 
     def _patiently(self, verb: Callable[[], T]) -> T:
@@ -204,78 +199,32 @@ class FencedTask(_Task):
             elif not self._carry_on(request, stamp, ticket):
                 refuse(self, request, stamp.epoch, error, stage)
                 # A child's id belongs to one attempt: chord, chain and get() wait for an end.
+                ignored = request.ignore_result or self.ignore_result
                 self._real_backend.mark_as_failure(
-                    request.id, error, request=request, call_errbacks=False
+                    request.id,
+                    error,
+                    request=request,
+                    store_result=not ignored or self.store_errors_even_if_ignored,
+                    call_errbacks=False,
                 )
         else:
             refuse(self, request, stamp.epoch, error, stage)
         raise Ignore(str(error)) from error
 
     def _carry_on(self, request: Any, stamp: Stamp, ticket: Ticket) -> bool:
-        """Publish a consequence of a settled run again, under the current epoch.
-
-        Its run will not be dispatched again, so neither would this.
-        """
+        """Send a consequence of a settled run on under the current epoch; False if it is none."""
         try:
             standing = self._patiently(lambda: fence_store(self.app).look(ticket))
         except _AWAY as error:
-            self._try_later(request, error)
-        if standing.fence is None or standing.fence.term is None:
+            try_later(self, request, error)
+        fence = standing.fence
+        if fence is None or fence.term is None:
             # Until the fence is raised, the run's own commit may still be on its way.
-            self._try_later(request, StoreContention("a takeover is raising the fence"))
-        if standing.fenced is not False and standing.settled_under != stamp.first:
+            try_later(self, request, StoreContention("a takeover is raising the fence"))
+        if not follows(stamp, standing):
             return False
-        renewed = stamp.renewed(standing.fence.epoch, standing.fence.term)
-        self._publish_again(request, stamp=renewed)
-        logger.info(
-            "Task carried on: %s[%s] follows a settled run, and was published again under "
-            "epoch %s instead of %s",
-            self.name,
-            request.id,
-            renewed.epoch,
-            stamp.epoch,
-            extra={
-                "action": "task-carried-on",
-                "task_name": self.name,
-                "task_id": request.id,
-                "lease_name": stamp.name,
-                "lease_epoch": stamp.epoch,
-                "current_epoch": renewed.epoch,
-            },
-        )
+        carry_on(self, request, stamp.renewed(fence.epoch, fence.term))
         return True
-
-    def _try_later(self, request: Any, error: StoreError) -> NoReturn:
-        """Publish the message again, with a rising countdown: nothing is known now."""
-        if request.is_eager:
-            raise error
-        waits = int((request.headers or {}).get(_WAITS, 0))
-        countdown = min(FIRST_COUNTDOWN * 2**waits, LAST_COUNTDOWN)
-        self._publish_again(
-            request,
-            countdown=countdown,
-            headers={**(request.headers or {}), _WAITS: waits + 1},
-        )
-        logger.warning(
-            "Task postponed: %s[%s] is tried again in %g s: %s",
-            self.name,
-            request.id,
-            countdown,
-            error,
-            extra={"action": "task-postponed", "task_name": self.name, "task_id": request.id},
-        )
-        raise Ignore(f"postponed: {error}") from error
-
-    def _publish_again(self, request: Any, stamp: Stamp | None = None, **options: Any) -> None:
-        """Publish the same message: same id, arguments, retries, callbacks and stamps."""
-        signature = super().signature_from_request(request, retries=request.retries, **options)
-        if stamp is not None:
-            signature.options.update(stamp.options(signature.options))
-        try:
-            signature.apply_async(add_to_parent=False)
-        except Exception as error:
-            # Neither database nor broker: all that is left is the message as it is.
-            raise Reject(error, requeue=True) from error
 
     # --- the task's id is handed on -----------------------------------------------------
 
@@ -410,38 +359,13 @@ def _with_id(sig: Any, task_id: str) -> Any:
     return sig if sig.options.get("task_id") == task_id else None
 
 
-def _refuse_bypass(cls: type[FencedTask], app: Celery) -> None:
-    for each in cls.__mro__[: cls.__mro__.index(FencedTask)]:
-        if "backend" in vars(each):
-            raise ConfigurationError(
-                f"{cls.name}: a backend of its own would store what stale attempts report; "
-                f"remove backend=… and set result_backend",
-                setting="backend",
-            )
-        call = vars(each).get("__call__")
-        if call is not None and not _calls_super(call):
-            raise ConfigurationError(
-                f"{cls.name}: {each.__name__}.__call__ by-passes the fence; have it call "
-                f"super().__call__(*args, **kwargs)",
-                setting="__call__",
-            )
-    if app.conf.get("worker_deduplicate_successful_tasks"):
-        raise ConfigurationError(
-            "worker_deduplicate_successful_tasks sends callbacks of stale messages before any "
-            "fence; remove it: a fenced task is settled once anyway",
-            setting="worker_deduplicate_successful_tasks",
-        )
-    if app.conf.get("task_protocol") == 1:
-        raise ConfigurationError(
-            "task_protocol = 1 cannot carry stamps; remove the setting or set task_protocol = 2",
-            setting="task_protocol",
-        )
+# Celery's own mark for a request whose body runs already. One of ours would travel into
+# the headers of a retry.
 
 
-def _calls_super(function: Any) -> bool:
-    while function is not None:
-        code = getattr(function, "__code__", None)
-        if code is not None and "__call__" in code.co_names:
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+def _is_running(request: Any) -> bool:
+    return bool(request._protected)  # noqa: SLF001 - as said
+
+
+def _mark_running(request: Any) -> None:
+    request._protected = 1  # noqa: SLF001 - as said

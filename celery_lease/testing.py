@@ -127,6 +127,13 @@ class HeldLease:
             sa.select(commit_table.c.outcome).where(commit_table.c.task_id == task_id)
         )
 
+    def epoch_of(self, task_id: str) -> int | None:
+        """Return the epoch that a task was settled under; None while it is not."""
+        epoch = self._scalar(
+            sa.select(commit_table.c.epoch).where(commit_table.c.task_id == task_id)
+        )
+        return None if epoch is None else int(epoch)
+
     def close(self) -> None:
         """Close the connections."""
         self._store.dispose()
@@ -134,7 +141,8 @@ class HeldLease:
     def _scalar(self, query: sa.Select[Any]) -> str | None:
         # No transaction: on SQLite ours take the write lock.
         with self._store.engine.connect() as connection:
-            return connection.execution_options(isolation_level="AUTOCOMMIT").scalar(query)
+            value = connection.execution_options(isolation_level="AUTOCOMMIT").scalar(query)
+        return None if value is None else str(value)
 
 
 def hold(url: str, name: str = "celery") -> HeldLease:

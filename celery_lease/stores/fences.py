@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -24,6 +24,8 @@ from celery_lease.stores.dialects import create_engine, database_of, masked, tra
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
 
 __all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "refusal"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +215,7 @@ class FenceStore:
         self._options = options or {}
         self._lock_wait = lock_wait
         self._statement_wait = statement_wait
-        self._made: tuple[int, sa.Engine] | None = None
+        self._engines: dict[int, sa.Engine] = {}
         #: Seconds that the server waits for a silent guard.
         self.idle = idle
         #: The URL without its password.
@@ -223,24 +225,26 @@ class FenceStore:
     def engine(self) -> sa.Engine:
         """This process's engine."""
         pid = os.getpid()
-        if self._made is None or self._made[0] != pid:
-            if self._made is not None:
-                # The parent's sockets are not ours to close.
-                self._made[1].dispose(close=False)
-            engine = create_engine(
-                self._url,
-                self._options,
-                lock_wait=self._lock_wait,
-                statement_wait=self._statement_wait,
-            )
-            self._made = pid, engine
-        return self._made[1]
+        engine = self._engines.get(pid)
+        if engine is None:
+            # No lock: it might be held in the parent at the moment of the fork.
+            engine = self._engines.setdefault(pid, self._create())
+        return engine
+
+    def _create(self) -> sa.Engine:
+        # Instead of a ping ahead of each statement, each is tried twice.
+        return create_engine(
+            self._url,
+            {"pool_pre_ping": False, **self._options},
+            lock_wait=self._lock_wait,
+            statement_wait=self._statement_wait,
+        )
 
     def dispose(self) -> None:
-        """Close the pooled connections."""
-        made, self._made = self._made, None
-        if made is not None:
-            made[1].dispose(close=made[0] == os.getpid())
+        """Close the pooled connections; those of a parent process are not ours to close."""
+        while self._engines:
+            pid, engine = self._engines.popitem()
+            engine.dispose(close=pid == os.getpid())
 
     def look(self, ticket: Ticket) -> Standing:
         """Read what there is to know of a ticket.
@@ -249,9 +253,13 @@ class FenceStore:
             MissingFence: There is no fence for its lease in this database.
             StoreError: The database did not answer.
         """
-        try:
+
+        def read() -> Standing:
             with self._statement() as connection:
                 return look(connection, ticket)
+
+        try:
+            return _twice(read)
         except SchemaMismatch as error:
             raise missing_fence(ticket.lease, self.shown) from error
 
@@ -271,11 +279,15 @@ class FenceStore:
             MissingFence: There is no fence for its lease in this database.
             StoreError: The database did not answer; the outcome may be recorded.
         """
-        try:
+
+        def record() -> bool:
             with self._statement() as connection:
                 database = database_of(connection.dialect)
-                if database.settle(connection, idle=self.idle, **ticket.values(outcome)):
-                    return outcome
+                return database.settle(connection, idle=self.idle, **ticket.values(outcome))
+
+        try:
+            if _twice(record):
+                return outcome
         except sa.exc.IntegrityError:
             pass  # A row is there: whose, is read below.
         except SchemaMismatch as error:
@@ -300,11 +312,23 @@ class FenceStore:
             "of_epoch": ticket.epoch,
             "of_term": ticket.term,
         }
-        with self._statement() as connection:
-            return bool(connection.execute(_REFUSE, values).rowcount == 1)
+
+        def mark() -> bool:
+            with self._statement() as connection:
+                return bool(connection.execute(_REFUSE, values).rowcount == 1)
+
+        return _twice(mark)
 
     @contextmanager
     def _statement(self) -> Iterator[sa.Connection]:
         engine = self.engine
         with translated(engine), engine.connect() as connection:
             yield connection.execution_options(isolation_level="AUTOCOMMIT")
+
+
+def _twice(verb: Callable[[], T]) -> T:
+    """Try again what may be done twice: its pooled connection may have died long ago."""
+    try:
+        return verb()
+    except StoreUnavailable:
+        return verb()

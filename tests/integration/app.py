@@ -60,6 +60,14 @@ def make_app(lease: str, broker: str, backend: str, directory: str) -> Celery:
             raise ValueError(key)
         return f"{key} under {self.epoch}"
 
+    @app.task(base=FencedTask, bind=True, shared=False, name="dash")
+    def dash(self: FencedTask, before: float, after: float) -> int | None:
+        """Write a note somewhere between two pauses; return the epoch."""
+        time.sleep(before)
+        write(self, self.request.id)
+        time.sleep(after)
+        return self.epoch
+
     @app.task(bind=True, shared=False, name="errback")
     def errback(self: Any, task_id: str) -> None:
         """Leave a mark that names the stamp."""

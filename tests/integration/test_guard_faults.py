@@ -134,13 +134,12 @@ def test_a_serialization_failure_of_current_tasks_is_not_called_stale(
         write(connection, 2)
     one, two = desk.fence(), desk.fence()
     update = sa.update(Note)
-    with pytest.raises(sa.exc.OperationalError) as caught:  # noqa: PT012 - interleaved
-        with two.transaction(desk.engine) as b:
-            b.execute(sa.select(sa.func.sum(Note.epoch))).scalar()
-            with one.transaction(desk.engine) as a:
-                a.execute(sa.select(sa.func.sum(Note.epoch))).scalar()
-                a.execute(update.where(Note.id == 1).values(epoch=1))
-            b.execute(update.where(Note.id == 2).values(epoch=1))
+    with pytest.raises(sa.exc.OperationalError) as caught, two.transaction(desk.engine) as b:
+        b.execute(sa.select(sa.func.sum(Note.epoch))).scalar()
+        with one.transaction(desk.engine) as a:
+            a.execute(sa.select(sa.func.sum(Note.epoch))).scalar()
+            a.execute(update.where(Note.id == 1).values(epoch=1))
+        b.execute(update.where(Note.id == 2).values(epoch=1))
     assert caught.value.orig.sqlstate == "40001"
     assert (one.settled, two.settled, two.refused) == (True, False, None)
 
@@ -350,5 +349,3 @@ def test_a_takeover_waits_for_guards_in_flight_and_not_for_bodies(
         desk.lease.depose()
         assert time.monotonic() - began < 0.5
     assert desk.notes() == []
-
-

@@ -359,12 +359,13 @@ def test_a_connection_in_a_transaction_is_refused(desk: Desk) -> None:
 
 def test_a_session_on_a_connection_with_an_outer_transaction_is_refused(desk: Desk) -> None:
     """Its commit would not be one."""
-    with desk.engine.connect() as connection, connection.begin():
-        with (
-            Session(connection) as session,
-            pytest.raises(UnsafeTransaction, match="elsewhere"),
-        ):
-            desk.fence().transaction(session).__enter__()
+    with (
+        desk.engine.connect() as connection,
+        connection.begin(),
+        Session(connection) as session,
+        pytest.raises(UnsafeTransaction, match="elsewhere"),
+    ):
+        desk.fence().transaction(session).__enter__()
 
 
 def test_a_guarded_block_inside_another_is_refused(desk: Desk) -> None:
@@ -477,9 +478,7 @@ def test_the_guard_is_one_statement_more(desk: Desk) -> None:
     assert "celery_lease_commit" in counted[1]
 
 
-def test_a_database_without_a_fence_says_what_to_look_at(
-    desk: Desk, tmp_path: Any
-) -> None:
+def test_a_database_without_a_fence_says_what_to_look_at(desk: Desk, tmp_path: Any) -> None:
     """Most often beat_lease_url is another one on the worker."""
     elsewhere = sa.create_engine(f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}")
     Base.metadata.create_all(elsewhere)

@@ -241,7 +241,7 @@ def test_a_body_that_swallows_the_refusal_is_refused_all_the_same(workshop: Work
         workshop.lease.depose()
         try:
             workshop.write(self, "stale")
-        except Exception:  # noqa: BLE001, S110 - that is the point
+        except Exception:  # noqa: BLE001 - that is the point
             pass
         return "fine"
 
@@ -571,7 +571,7 @@ def test_a_database_that_is_away_postpones_the_message(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, verb: str, acks_late: bool
 ) -> None:
     """Same id, stamps and retries; nothing is lost and nothing is decided."""
-    monkeypatch.setattr("celery_lease.task.FIRST_COUNTDOWN", 0.05)
+    monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
     store = fence_store(workshop.app)
     real = getattr(store, verb)
     away = [True, True]

@@ -26,7 +26,7 @@ _keys = (f"k{number}" for number in itertools.count())
 class Floor:
     """A worker process, the app to send with, and a lease to send under."""
 
-    def __init__(self, kind: str, redis: Redis, directory: Path) -> None:
+    def __init__(self, kind: str, redis: Redis, directory: Path, *, concurrency: int = 2) -> None:
         self.kind = kind
         self.marks = directory / "marks"
         self.marks.mkdir()
@@ -44,7 +44,7 @@ class Floor:
         self.worker = CeleryProcess.worker(
             "tests.integration.app",
             directory=directory,
-            concurrency=2,
+            concurrency=concurrency,
             env={
                 "FLOOR_LEASE": self.url,
                 "FLOOR_BROKER": broker,
@@ -72,7 +72,7 @@ class Floor:
 
     def began(self, key: str) -> None:
         """Wait until the body runs."""
-        wait_until(lambda: (self.marks / f"{key}.began").exists(), message=f"{key} to begin")
+        wait_until((self.marks / f"{key}.began").exists, message=f"{key} to begin")
 
     def go(self, key: str) -> None:
         """Let the body go on."""

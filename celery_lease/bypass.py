@@ -1,0 +1,59 @@
+"""What would by-pass the fence without a word, found when a task is bound to its app."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+
+from celery_lease.errors import ConfigurationError
+
+__all__ = ["refuse_bypass"]
+
+
+def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
+    """Refuse a task class, or an app, that would store or send what the fence cannot see.
+
+    Args:
+        cls: The class of the task.
+        base: The base class that fences it.
+        app: The app it is bound to.
+
+    Raises:
+        ConfigurationError: It would; the message says what to change.
+    """
+    for each in cls.__mro__[: cls.__mro__.index(base)]:
+        if "backend" in vars(each):
+            raise ConfigurationError(
+                f"{cls.name}: a backend of its own would store what stale attempts report; "
+                f"remove backend=… and set result_backend",
+                setting="backend",
+            )
+        call = vars(each).get("__call__")
+        if call is not None and not _calls_super(call):
+            raise ConfigurationError(
+                f"{cls.name}: {each.__name__}.__call__ by-passes the fence; have it call "
+                f"super().__call__(*args, **kwargs)",
+                setting="__call__",
+            )
+    if app.conf.get("worker_deduplicate_successful_tasks"):
+        raise ConfigurationError(
+            "worker_deduplicate_successful_tasks sends callbacks of stale messages before any "
+            "fence; remove it: a fenced task is settled once anyway",
+            setting="worker_deduplicate_successful_tasks",
+        )
+    if app.conf.get("task_protocol") == 1:
+        raise ConfigurationError(
+            "task_protocol = 1 cannot carry stamps; remove the setting or set task_protocol = 2",
+            setting="task_protocol",
+        )
+
+
+def _calls_super(function: Any) -> bool:
+    """Return whether the code, or what it wraps, names a ``__call__`` to go on with."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and "__call__" in code.co_names:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
