@@ -26,6 +26,7 @@ from celery_lease.elector import Action
 from celery_lease.entry import PLAIN, Wishes
 from celery_lease.occurrence import Misfire, MisfirePolicy, Occurrence, RunState
 from celery_lease.settings import Settings
+from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.testing import hold, run
 
 ROOT = Path(__file__).parents[1]
@@ -372,6 +373,21 @@ def _python_blocks() -> Iterator[Any]:
 def test_python_on_a_page_is_python(code: str) -> None:
     """It will be copied."""
     ast.parse(code)
+
+
+def test_sql_on_a_page_runs(database_url: str) -> None:
+    """It is copied in the middle of an incident."""
+    store = SQLLeaseStore(database_url)
+    store.prepare(create=True)
+    block = re.compile(r"^\.\. code-block:: sql\n\n((?:   .*\n|\n)+)", re.MULTILINE)
+    text = "\n".join(page(name) for name in ("howto/monitor", "reference/schema"))
+    statements = [each for match in block.finditer(text) for each in match[1].split(";")]
+    statements = [each for each in statements if each.strip()]
+    assert len(statements) >= 4
+    with store.engine.connect() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(textwrap.dedent(statement))
+    store.dispose()
 
 
 #: What the how-to takes for granted.
