@@ -27,6 +27,7 @@ from celery_lease.entry import PLAIN, Wishes
 from celery_lease.occurrence import Misfire, MisfirePolicy, Occurrence, RunState
 from celery_lease.settings import Settings
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.task import FencedTask
 from celery_lease.testing import hold, run
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,13 @@ def test_the_bounds_of_a_takeover_are_those_of_the_defaults() -> None:
         f"{default.stall_timeout + bound:g} s, and {default.guard_idle:g} s more."
     )
     assert figures in page("explanation/guarantees")
+
+
+def test_the_attributes_of_a_fenced_task_are_described_with_their_defaults() -> None:
+    """They are set in a decorator, where a wrong name would go unseen."""
+    told = dict(re.findall(r"^``(\w+) = (.+)``$", page("reference/tasks"), re.MULTILINE))
+    own = FencedTask.__annotations__
+    assert told == {name: repr(getattr(FencedTask, name)) for name in own}
 
 
 def test_every_error_is_described() -> None:
