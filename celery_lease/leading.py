@@ -193,9 +193,9 @@ class LeaseMixin(LeasedSends):
         """Recover runs and keep house: one bounded round."""
         first = self._renewals == -1
         self._renewals = self.elector.renewals
-        self._recovering = self.dispatcher.recover(term, own=first)
+        self._recovering = self.recovery.round(term, own=first)
         if not self._recovering:
-            self.dispatcher.retry_lost(term, self.lost_after())
+            self.recovery.retry_lost(term, self.lost_after())
             prune(self.store.engine, term.name, retention=self.settings.retention, limit=PRUNE)
 
     @property

@@ -28,10 +28,12 @@ _UNCERTAIN: tuple[type[BaseException], ...] = tuple(
 class Undelivered(Exception):
     """A flush failed; which of its messages the broker has is not known."""
 
-    def __init__(self, message: str, *, suspicious: bool) -> None:
+    def __init__(self, message: str, *, turned_away: bool = False, lasting: bool = False) -> None:
         super().__init__(message)
-        #: Whether the broker turned something away, so that one message may be to blame.
-        self.suspicious = suspicious
+        #: Whether the broker was there and turned something away: one message may be to blame.
+        self.turned_away = turned_away
+        #: Whether the same message will be turned away again.
+        self.lasting = lasting
 
 
 class Publisher:
@@ -68,9 +70,12 @@ class Publisher:
         except Exception as error:
             if not self.is_delivery(error):
                 raise
-            suspicious = self._producer is not None and _blames(self._producer, error)
+            nacked = isinstance(error, _Nacked)
+            lasting = self._is_lasting(error)
             self.close()
-            raise Undelivered(f"{type(error).__name__}: {error}", suspicious=suspicious) from error
+            raise Undelivered(
+                f"{type(error).__name__}: {error}", turned_away=nacked or lasting, lasting=lasting
+            ) from error
 
     def is_delivery(self, error: BaseException) -> bool:
         """Return whether *error* is about reaching the broker, and not about a message."""
@@ -81,6 +86,19 @@ class Publisher:
             return False
         connection = self._producer.connection
         return isinstance(error, (*connection.connection_errors, *connection.channel_errors))
+
+    def _is_lasting(self, error: BaseException) -> bool:
+        """Return whether the broker turned a message away for what it is, not for now.
+
+        Only AMQP tells the two apart: an unknown exchange, rights that are missing.
+        """
+        if self._confirms is None:
+            return False
+        connection = self._producer.connection
+        cause = error.__cause__ if isinstance(error, _UNCERTAIN) else error
+        return isinstance(cause, connection.channel_errors) and not isinstance(
+            cause, (*connection.connection_errors, *connection.recoverable_channel_errors)
+        )
 
     def close(self) -> None:
         """Drop the connection."""
@@ -116,6 +134,10 @@ class Publisher:
         return {**{each: self._timeout for each in names if each not in given}, **options}
 
 
+class _Nacked(OSError):
+    """The broker did not want a message now: its queue may be full."""
+
+
 class _Confirms:
     """The publisher confirms of one AMQP channel, waited for once a flush."""
 
@@ -144,7 +166,7 @@ class _Confirms:
             self._channel.connection.drain_events(timeout=left)
         nacked, self._nacked = self._nacked, 0
         if nacked:
-            raise OSError(f"the broker refused {nacked} messages")
+            raise _Nacked(f"the broker refused {nacked} messages")
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         self._tag += 1
@@ -161,10 +183,3 @@ class _Confirms:
         before = len(self._waiting)
         self._acknowledged(tag, multiple)
         self._nacked += before - len(self._waiting)
-
-
-def _blames(producer: Any, error: BaseException) -> bool:
-    connection = producer.connection
-    lost = (*_UNCERTAIN, OSError, *connection.connection_errors)
-    cause = error.__cause__ if isinstance(error, _UNCERTAIN) else error
-    return isinstance(cause, connection.channel_errors) and not isinstance(cause, lost)

@@ -24,6 +24,7 @@ from celery_lease.lease import Term
 from celery_lease.occurrence import Run, run_id
 from celery_lease.parts import LeaseParts, logger
 from celery_lease.publish import Publisher
+from celery_lease.recovery import Recovery
 from celery_lease.stamp import Stamp
 from celery_lease.stores.ledger import SQLLedger
 
@@ -64,9 +65,17 @@ class LeasedSends(LeaseParts):
         return Dispatcher(
             SQLLedger(self.store.engine, idle=self.settings.guard_idle),
             self.elector,
+            self._flush,
+            max_attempts=self.settings.max_attempts,
+        )
+
+    @cached_property
+    def recovery(self) -> Recovery:
+        """What sends again what was left."""
+        return Recovery(
+            self.dispatcher,
             self.settings,
             find=self.find,
-            flush=self._flush,
             is_fenced=self.is_fenced,
             now=self.now,
         )

@@ -8,7 +8,7 @@ from celery import Celery
 
 from celery_lease.publish import Undelivered
 from celery_lease.scheduler import LeasedScheduler
-from celery_lease.stores.schema import commit_table, run_table
+from celery_lease.stores.schema import commit_table, lease_table, run_table
 
 #: When the tests' schedules begin: the whole hour, a moment ago on the database's clock.
 START = datetime.now(timezone.utc).replace(minute=0, second=0, microsecond=0)
@@ -50,7 +50,7 @@ class Beat(LeasedScheduler):
 
 def no_broker(runs):
     """Stand for a broker that is away."""
-    raise Undelivered("connection refused", suspicious=False)
+    raise Undelivered("connection refused")
 
 
 def crash(runs):
@@ -100,12 +100,7 @@ class Cluster:
 
     def depose(self):
         """End the current term as an expiry would, without its holder knowing."""
-        self.write(
-            sa.text("UPDATE celery_lease SET expires_at = :then"),
-            then=datetime(2020, 1, 1)
-            if not self.url.startswith("sqlite")
-            else "2020-01-01 00:00:00.000000",
-        )
+        self.write(sa.update(lease_table).values(expires_at=START - timedelta(days=1)))
 
     def close(self):
         """Close all beats."""

@@ -174,7 +174,7 @@ def test_each_send_passes_apply_entry_once(cluster, monkeypatch):
     original = Scheduler.apply_entry
 
     def hooked(*args, **kwargs):
-        scheduler, entry = args
+        _scheduler, entry = args
         seen.append(entry.name)
         return original(*args, **kwargs)
 
@@ -336,7 +336,7 @@ def test_what_the_broker_turns_away_is_found_out_and_given_up(cluster):
 
     def picky(runs):
         if any(run.entry == "b" for run in runs):
-            raise Undelivered("no such exchange", suspicious=True)
+            raise Undelivered("no such exchange", turned_away=True, lasting=True)
 
     beat.before_flush = picky
     beat.at(seconds=61).tick()

@@ -1,0 +1,163 @@
+"""What a leader finds left: runs that were claimed and not sent, refused, or lost.
+
+They are claimed again under the current epoch and sent from the entry as it is now.
+Each round is bounded, so that a takeover never becomes a storm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from celery_lease.dispatch import BATCH, Dispatcher, fields
+from celery_lease.entry import PLAIN, Wishes
+from celery_lease.lease import Term
+from celery_lease.occurrence import Run, RunState
+from celery_lease.settings import Settings
+
+__all__ = ["Recovery"]
+
+logger = logging.getLogger("celery_lease.scheduler")
+
+#: An attempt from which on it is worth a warning.
+MANY_ATTEMPTS = 3
+
+
+class Recovery:
+    """Looks at the ledger, and sends again what was left.
+
+    Args:
+        dispatcher: What sends.
+        settings: Limits and durations.
+        find: Returns the entry of a name as it is now; None where there is none.
+        is_fenced: Returns whether an entry's task is fenced.
+        now: Returns the instant, in UTC.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: Settings,
+        *,
+        find: Callable[[str], Any],
+        is_fenced: Callable[[Any], bool],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._ledger = dispatcher.ledger
+        self._settings = settings
+        self._find = find
+        self._is_fenced = is_fenced
+        self._now = now
+
+    def round(self, term: Term, *, own: bool) -> bool:
+        """Do one bounded round: close what is settled, send again what was left.
+
+        Args:
+            term: Our term.
+            own: Whether claims of this very term may have been left too, because what
+                became of them was not known.
+
+        Returns:
+            Whether there may be more to do at once.
+        """
+        closed = self._ledger.close_settled(term, limit=BATCH)
+        left = self._ledger.to_recover(term, limit=BATCH, own=own)
+        lost = self._lost(term, BATCH - len(left))
+        self._take_up(term, left + lost)
+        return len(left) + len(lost) >= BATCH or closed >= BATCH
+
+    def _lost(self, term: Term, limit: int) -> list[Run]:
+        """Return published runs whose worker seems to have died with them."""
+        if limit <= 0:
+            return []
+        age = self._settings.redispatch_after
+        found = self._ledger.unsettled(term, age=age, limit=limit)
+        now = self._now()
+        return [each for each in found if self._given(each.entry, now, each.published_at) > age]
+
+    def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
+        """Send again runs that are lost even though their epoch is the current one.
+
+        Args:
+            term: Our term.
+            wishes: Entries that ask for it, with the seconds after which.
+        """
+        now = self._now()
+        names = list(wishes)
+        for at in range(0, len(names), BATCH):
+            some = names[at : at + BATCH]
+            age = min(wishes[each] for each in some)
+            found = self._ledger.unsettled(term, age=age, limit=BATCH, entries=some)
+            late = [
+                e for e in found if self._given(e.entry, now, e.published_at) > wishes[e.entry]
+            ]
+            self._take_up(term, late)
+
+    def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
+        """Return how many seconds a message had, its countdown left out."""
+        entry = self._find(name)
+        countdown = (getattr(entry, "options", None) or {}).get("countdown") or 0
+        return (now - published_at).total_seconds() - countdown if published_at else 0.0
+
+    def _take_up(self, term: Term, runs: Sequence[Run]) -> None:
+        """Decide about runs that were left, claim again those worth it, and send them."""
+        now = self._now()
+        ours: list[Run] = []
+        again: list[Run] = []
+        endings: dict[tuple[RunState, str], list[Run]] = defaultdict(list)
+        for run in runs:
+            entry = self._find(run.entry)
+            ending = self._ending(run, entry, now)
+            if ending is not None:
+                endings[ending].append(run)
+            elif (run.state, run.epoch, run.term) == (RunState.CLAIMED, term.epoch, term.uuid):
+                ours.append(run)
+            else:
+                again.append(replace(run, fenced=self._is_fenced(entry)))
+        for (state, reason), some in endings.items():
+            self._dispatcher.end(term, some, state, reason)
+        got = self._ledger.reclaim(term, again)
+        for run in again:
+            if run.id in got:
+                self._tell_again(term, run)
+                ours.append(replace(run, attempt=run.attempt + 1))
+        if ours:
+            self._dispatcher.send(term, ours)
+
+    def _ending(self, run: Run, entry: Any, now: datetime) -> tuple[RunState, str] | None:
+        """Return why a run is not to be sent again; None if it is."""
+        if entry is None:
+            return RunState.SKIPPED, "entry removed"
+        wishes: Wishes = getattr(entry, "wishes", PLAIN)
+        misfire = wishes.on_misfire(self._settings)
+        sent = run.published_at is not None or run.state is RunState.REFUSED
+        if sent and run.attempt >= self._settings.max_attempts:
+            return RunState.FAILED, f"gave up after {run.attempt} attempts"
+        # What was sent in time once is late by accident: only a grace that was asked
+        # for ends it, not the one that tells a misfire.
+        asked = wishes.grace if wishes.grace is not None else self._settings.grace
+        if (not sent or asked is not None) and misfire.too_late(run.due_at, now):
+            return RunState.SKIPPED, f"more than {misfire.grace:g} s late"
+        return None
+
+    def _tell_again(self, term: Term, run: Run) -> None:
+        many = run.attempt + 1 >= MANY_ATTEMPTS
+        logger.log(
+            logging.WARNING if many else logging.INFO,
+            "lease %r: %s of %r, due %s, was %s under epoch %s and is sent again under epoch "
+            "%d, attempt %d",
+            term.name,
+            run.id,
+            run.entry,
+            run.due_at.isoformat(),
+            run.state.value,
+            run.epoch,
+            term.epoch,
+            run.attempt + 1,
+            extra={"action": "run-again", **fields(term, run)},
+        )
