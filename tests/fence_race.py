@@ -129,6 +129,8 @@ class Race:
             self._write(task, fenced)
 
         self.task = write
+        # Binding a task is not for several threads at once.
+        self.app.finalize()
 
     def _write(self, task: FencedTask, fenced: bool) -> None:
         transaction = task.fence.transaction if fenced else _begin
