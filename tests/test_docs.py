@@ -154,6 +154,8 @@ def test_the_map_of_modules_shows_the_layers_that_are_enforced() -> None:
     text = page("explanation/architecture")
     rows = _rows(text[text.index("modules, checked by") :])[1:]
     assert [set(re.findall(r"``(\w+)``", row[0])) for row in rows] == enforced
+    modules = {each.stem for each in PACKAGE.glob("[!_]*.py")} | {"guards", "stores"}
+    assert modules - set().union(*enforced) == set()
 
 
 # --- log lines ----------------------------------------------------------------------------
