@@ -55,8 +55,6 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=1,
     task_acks_late=True,
-    # Of a task that a test made wait for a takeover, quickly.
-    beat_lease_redispatch_after=600,
     beat_max_loop_interval=1,
     beat_lease_url=GIVEN["lease"],
     beat_lease_ttl=6,
@@ -116,6 +114,7 @@ def guarded(self, name, work=0.0, idle=None, failing_epochs=()):
     """Write one row under the fence."""
     note(self, name)
     pass_point(f"{name}.body")
+    pass_point(f"{name}.{self.epoch}.body")
     end = time.monotonic() + work
     while time.monotonic() < end:
         time.sleep(0.05)  # This is the work.

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 
 import pytest
 import sqlalchemy as sa
+from celery import Celery
 
 from tests.acceptance.ledger import Ledger
 from tests.acceptance.points import DIRECTORY, Points
@@ -31,7 +32,7 @@ _MARKS = {
 
 
 def on(first, *others):
-    """Run a test on these pairs of servers; on all but the first only where asked for slow ones."""
+    """Run a test on these pairs of servers; on the first of them in an ordinary run too."""
     pairs = [pytest.param(first, marks=_MARKS[first])]
     pairs += [pytest.param(each, marks=(*_MARKS[each], pytest.mark.slow)) for each in others]
     return pytest.mark.parametrize("pair", pairs, indirect=True)
@@ -128,16 +129,13 @@ class Cluster:
         beat.wait_for_log("stands by")
         return beat
 
-    def worker(
-        self, name="worker", *arguments, ready=True, concurrency=1, pool="prefork", **proxies
-    ):
+    def worker(self, name="worker", *arguments, ready=True, concurrency=1, **proxies):
         """Start a worker, and wait until it is ready unless told otherwise."""
         process = CeleryProcess.worker(
             "tests.acceptance.app",
             *arguments,
             name=name,
             concurrency=concurrency,
-            pool=pool,
             directory=self.directory,
             env=self.environment(**proxies),
         )
@@ -154,6 +152,11 @@ class Cluster:
         """Start a proxy before the server of an URL."""
         return self._stack.enter_context(TCPProxy(sa.make_url(url).port))
 
+    def stop(self, beat):
+        """Stop a beat gracefully; return its exit status and when, by the database's clock."""
+        beat.kill("SIGTERM")
+        return beat.container.wait(), self.ledger.now()
+
     def crash(self, beat):
         """Kill a beat, and return when, by the database's clock."""
         beat.kill("SIGKILL")
@@ -167,6 +170,25 @@ class Cluster:
             timeout=TTL + 5,
             message="the lease to expire",
         )
+
+    def result(self, task_id):
+        """Return a task's (state, result) as a client of the result backend sees it."""
+        app = Celery(backend=self.pair.results, set_as_current=False)
+        try:
+            found = app.AsyncResult(task_id)
+            return found.state, found.result
+        finally:
+            app.close()
+
+    def role(self):
+        """Make a user of the database who may do nothing; return its name and its URL."""
+        url, server = sa.make_url(self.pair.database), self.pair.database_server
+        name = f"beat_{url.database}"
+        server.execute(f"CREATE USER {name}")
+        self._stack.callback(server.execute, f"DROP USER {name}")
+        if url.get_backend_name() == "postgresql":
+            self._stack.callback(self.ledger.execute, f"DROP OWNED BY {name}")
+        return name, url.set(username=name).render_as_string(hide_password=False)
 
     def celery(self, *arguments, **proxies):
         """Run a ``celery`` command to its end; return its exit status and what it printed."""
@@ -191,8 +213,8 @@ class Cluster:
 
 
 def by(proxy, url):
-    """Return an URL by way of a proxy."""
-    if proxy is None:
-        return url
+    """Return an URL by way of a proxy; a whole other one if that is given instead."""
+    if proxy is None or isinstance(proxy, str):
+        return proxy or url
     there = sa.make_url(url)
     return url.replace(f":{there.port}/", f":{proxy.port}/", 1)

@@ -1,5 +1,6 @@
 """What happened, read by plain SQL: the product's own tables and those of the app."""
 
+import itertools
 from datetime import datetime, timedelta, timezone
 
 import sqlalchemy as sa
@@ -138,6 +139,24 @@ class Ledger:
         query = "SELECT task_id, epoch FROM started WHERE entry = :entry ORDER BY id"
         return self.wait(query, count=count, timeout=timeout, entry=entry)
 
+    def refused(self, task_id, count=1, timeout=30.0):
+        """Wait until a task was turned away so many times; return (epoch, stage, reason)."""
+        query = "SELECT epoch, stage, reason FROM refusal WHERE task_id = :task_id ORDER BY id"
+        return self.wait(query, count=count, timeout=timeout, task_id=task_id)
+
+    def renewals(self, count, timeout=30.0):
+        """Watch so many renewals; return the seconds between each and the one before."""
+        seen = []
+
+        def look():
+            [(at,)] = self.rows("SELECT renewed_at FROM celery_lease")
+            if at is not None and at not in seen:
+                seen.append(at)
+            return len(seen) > count
+
+        wait_until(look, timeout=timeout, interval=0.1, message=f"{count} renewals")
+        return [seconds(later, earlier) for earlier, later in itertools.pairwise(seen)]
+
     # --- what must always hold --------------------------------------------------------------
 
     def assert_sound(self):
@@ -156,13 +175,14 @@ class Ledger:
         assert self.rows(astray) == [], "a row was committed without its outcome"
 
     def unsettled(self, before):
-        """Return the runs, due before then, that neither committed nor were skipped."""
+        """Return the fenced runs, due before then, that neither committed nor were skipped."""
         return [
             row
             for row in self.rows(
                 "SELECT r.entry, r.due_at, r.state, r.epoch, r.attempt, c.outcome "
                 "FROM celery_lease_run r LEFT JOIN celery_lease_commit c ON c.task_id = r.id "
-                "WHERE r.state <> 'skipped' AND (c.outcome IS NULL OR c.outcome <> 'committed')"
+                "WHERE r.fenced AND r.state <> 'skipped' "
+                "AND (c.outcome IS NULL OR c.outcome <> 'committed')"
             )
             if row[1] < before
         ]
