@@ -1,0 +1,191 @@
+"""django-celery-beat under the lease: rows, admin changes, and who may write."""
+
+from datetime import timedelta
+
+import pytest
+
+from tests.integration.beats import START, Cluster, no_broker
+
+pytest.importorskip("django_celery_beat")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project(tmp_path_factory):
+    """Set up Django once: its settings are the process's."""
+    import django
+    from django.conf import settings
+    from django.core.management import call_command
+
+    path = tmp_path_factory.mktemp("django") / "django.sqlite3"
+    settings.configure(
+        INSTALLED_APPS=["django.contrib.contenttypes", "django_celery_beat"],
+        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}},
+        USE_TZ=True,
+        SECRET_KEY="test",
+        DEFAULT_AUTO_FIELD="django.db.models.AutoField",
+    )
+    django.setup()
+    call_command("migrate", verbosity=0)
+    yield
+    from django.db import connections
+
+    connections.close_all()
+
+
+@pytest.fixture
+def models():
+    """django-celery-beat's models, without rows."""
+    from django_celery_beat import models
+
+    models.PeriodicTask.objects.all().delete()
+    return models
+
+
+@pytest.fixture
+def cluster(sqlite_url, models):
+    """Beats over one lease and one Django database."""
+    cluster = Cluster(sqlite_url, result_expires=None)
+    yield cluster
+    cluster.close()
+
+
+def beat_of(cluster):
+    """Start a leased DatabaseScheduler."""
+    from celery_lease.django import LeasedDatabaseScheduler
+
+    class Steered(LeasedDatabaseScheduler):
+        before_flush = staticmethod(lambda runs: None)
+
+        def flush(self, sendings):
+            self.before_flush([each.run for each in sendings])
+            super().flush(sendings)
+
+        def go(self, times=4):
+            for _ in range(times):
+                self.tick()
+            return self
+
+    app = cluster.app({})
+    app.conf.beat_schedule = {}
+    beat = Steered(app=app)
+    cluster.beats.append(beat)
+    return beat
+
+
+def daily(models, name="entry", **values):
+    """Make a row that is due now, once."""
+    every, _ = models.IntervalSchedule.objects.get_or_create(every=1, period="days")
+    return models.PeriodicTask.objects.create(
+        name=name,
+        task="tasks.plain",
+        interval=every,
+        last_run_at=START - timedelta(hours=25),
+        **values,
+    )
+
+
+def test_one_of_two_sends_and_saves(cluster, models):
+    """The row's last run is saved before the message goes out."""
+    row = daily(models)
+    first, second = beat_of(cluster), beat_of(cluster)
+
+    first.go()
+    second.go()
+
+    (message,) = cluster.messages()
+    assert message.headers["stamps"]["lease_epoch"] == 1
+    assert message.headers["periodic_task_name"] == "entry"
+    row.refresh_from_db()
+    assert row.total_run_count == 1
+    assert row.last_run_at > START - timedelta(hours=1)
+
+
+def test_a_standby_does_not_touch_djangos_database(cluster, models):
+    """Its set-up writes rows: that is the leader's to do."""
+    beat_of(cluster).go()
+    standby = beat_of(cluster)
+    standby.app.conf.beat_schedule = {"static": {"task": "tasks.plain", "schedule": 60.0}}
+
+    standby.go()
+    standby.close()
+
+    assert not models.PeriodicTask.objects.filter(name="static").exists()
+
+
+def test_the_next_leader_repeats_nothing(cluster, models):
+    """However the first one died: the row was saved with the claim."""
+    daily(models)
+    beat_of(cluster).go()
+    cluster.depose()
+
+    second = beat_of(cluster).go()
+
+    assert second.elector.leading
+    assert len(cluster.messages()) == 1
+
+
+def test_what_was_changed_in_the_admin_is_picked_up(cluster, models):
+    """As before: by the leader, without a restart."""
+    beat = beat_of(cluster).go()
+
+    row = daily(models, name="new", args="[1]")
+    beat.go()
+    assert [message.payload[0] for message in cluster.messages()] == [[1]]
+
+    row.refresh_from_db()
+    row.args = "[2]"
+    row.last_run_at = START - timedelta(hours=26)
+    row.save()
+    beat.go()
+    assert [message.payload[0] for message in cluster.messages()] == [[2]]
+
+
+def test_a_deposed_leader_writes_no_old_rows(cluster, models):
+    """Neither when it notices, nor when it is closed, nor when the process ends."""
+    row = daily(models)
+    first = beat_of(cluster).go()
+    first._dirty.add("entry")
+    cluster.depose()
+    second = beat_of(cluster).go()
+    assert second.elector.leading
+    models.PeriodicTask.objects.filter(name="entry").update(total_run_count=77)
+
+    first.elector.concede("another beat leads")
+    first.sync()
+    first.go()
+    first._dirty.add("entry")
+    first._finalize()
+    first.close()
+
+    row.refresh_from_db()
+    assert row.total_run_count == 77
+
+
+def test_a_run_is_found_again_where_the_schedule_leaves_its_row_out(cluster, models):
+    """A one-off row is disabled once it was sent; its run may still have to go out."""
+    daily(models, one_off=True)
+    first = beat_of(cluster)
+    first.before_flush = no_broker
+    first.go()
+    assert cluster.messages() == []
+    models.PeriodicTask.objects.update(enabled=False)
+    cluster.depose()
+
+    beat_of(cluster).go()
+
+    assert [m.headers["stamps"]["lease_epoch"] for m in cluster.messages()] == [2]
+
+
+def test_a_run_whose_row_was_deleted_is_skipped(cluster, models):
+    """Removed in the admin between claim and send."""
+    daily(models)
+    first = beat_of(cluster)
+    first.before_flush = no_broker
+    first.go()
+    models.PeriodicTask.objects.all().delete()
+    cluster.depose()
+
+    beat_of(cluster).go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("state", "reason") == [("skipped", "entry removed")]
