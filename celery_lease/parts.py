@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from celery import __version__ as celery_version
 
-from celery_lease.elector import Elector
+from celery_lease.elector import Elector, Transition
 from celery_lease.lease import Holder
 from celery_lease.logs import TransitionLog
 from celery_lease.settings import Settings
+from celery_lease.signals import announce
 from celery_lease.stores.leases import SQLLeaseStore
 
 if TYPE_CHECKING:
@@ -55,8 +56,17 @@ class LeaseParts(_Scheduler):
             self.store,
             self.settings,
             holder=Holder.current(**self.holder_info()),
-            observe=TransitionLog(logger),
+            observe=self.tell,
         )
+
+    @cached_property
+    def _log(self) -> TransitionLog:
+        return TransitionLog(logger)
+
+    def tell(self, transition: Transition) -> None:
+        """Tell a transition to the log and to the receivers of its signal."""
+        self._log(transition)
+        announce(transition)
 
     def holder_info(self) -> dict[str, Any]:
         """Return what others may see of this process."""

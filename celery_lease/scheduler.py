@@ -20,9 +20,10 @@ from celery_lease.errors import ConfigurationError
 from celery_lease.heap import ScheduleDict
 from celery_lease.leading import LeaseMixin
 from celery_lease.lease import Term
-from celery_lease.occurrence import Skipped
+from celery_lease.occurrence import Occurrence, Skipped
 from celery_lease.parts import logger
 from celery_lease.plan import Batch, Planner
+from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.entries import EntryState, SQLEntries
 
 __all__ = ["LeasedScheduler", "leased"]
@@ -263,4 +264,11 @@ def _tell_skipped(term: Term, name: str, skipped: Skipped) -> None:
             "lease_epoch": term.epoch,
             "lease_entry": name,
         },
+    )
+    occurrence_skipped.send(
+        sender=term.name,
+        occurrence=Occurrence(lease=term.name, entry=name, due_at=skipped.first),
+        reason=skipped.reason,
+        count=skipped.count,
+        until=skipped.last,
     )

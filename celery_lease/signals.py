@@ -9,10 +9,12 @@ from celery import Celery, signals
 from celery.utils.dispatch import Signal
 
 from celery_lease import logs
+from celery_lease.elector import Action, Transition
 from celery_lease.errors import AlreadySettled, FencingError
 from celery_lease.stamp import inherit
 
 __all__ = [
+    "announce",
     "install",
     "lease_acquired",
     "lease_lost",
@@ -70,6 +72,22 @@ def install(app: Celery) -> None:
     """
     signals.before_task_publish.connect(inherit, weak=False, dispatch_uid="celery_lease.stamp")
     logs.install()
+
+
+def announce(transition: Transition) -> None:
+    """Send the signal of a transition of a lease, if it has one.
+
+    Args:
+        transition: What the elector saw. It may come from the thread that renews.
+    """
+    told = {"name": transition.name, "epoch": transition.epoch, "holder": transition.holder}
+    if transition.action is Action.ACQUIRED:
+        previous = transition.previous_holder
+        lease_acquired.send(sender=transition.name, previous_holder=previous, **told)
+    elif transition.action in (Action.LOST, Action.CONFLICT):
+        lease_lost.send(sender=transition.name, reason=transition.reason, **told)
+    elif transition.action is Action.RELEASED:
+        lease_released.send(sender=transition.name, **told)
 
 
 def refuse(task: Any, request: Any, epoch: int, error: FencingError, stage: str) -> None:
