@@ -1,0 +1,1 @@
+"""How fast the scheduler is, beside stock beat and its peers: ``python -m benchmarks``."""
