@@ -118,6 +118,34 @@ class TaskFence:
                 yield work
 
     @contextmanager
+    def atomic(
+        self, using: str = "default", *, final: bool = True, idle: float | None = None
+    ) -> Iterator[Any]:
+        """Write in one Django transaction that only commits if this task is still current.
+
+        Args:
+            using: Alias of a database that holds the lease tables too.
+            final: As for :meth:`transaction`.
+            idle: As for :meth:`transaction`.
+
+        Yields:
+            Django's connection.
+
+        Raises:
+            StaleEpoch: A newer epoch took over. Nothing was written.
+            AlreadySettled: Another delivery was faster. Nothing was written.
+            MissingFence: The lease tables are elsewhere. Nothing was written.
+            UnsafeTransaction: A transaction was begun before.
+        """
+        from celery_lease.guards.django import guarded
+
+        with (
+            self._block(final),
+            guarded(using, self.ticket, self.store, final=final, idle=idle) as connection,
+        ):
+            yield connection
+
+    @contextmanager
     def _block(self, final: bool) -> Iterator[None]:
         """Keep account of one guarded block."""
         if self.settled:
@@ -168,3 +196,11 @@ class Unfenced:
         from celery_lease.guards.sqlalchemy import plain
 
         return plain(target)
+
+    def atomic(
+        self, using: str = "default", *, final: bool = True, idle: float | None = None
+    ) -> AbstractContextManager[Any]:
+        """Open a plain Django transaction."""
+        from django.db import transaction
+
+        return transaction.atomic(using=using, durable=True)  # type: ignore[no-any-return]

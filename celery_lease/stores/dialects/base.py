@@ -105,6 +105,14 @@ class Database:
     def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
         """Have the server end this transaction after so many seconds of silence."""
 
+    def give_back(self, dbapi: Any, info: dict[Any, Any]) -> None:
+        """Undo what :meth:`limit_idle` set for longer than its transaction.
+
+        Args:
+            dbapi: The driver's connection.
+            info: Its ``Connection.info``.
+        """
+
     def autocommits(self, connection: sa.Connection) -> bool:
         """Return whether each statement on this connection commits by itself.
 

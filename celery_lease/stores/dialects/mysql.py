@@ -172,20 +172,25 @@ class MySQL(Database):
             info[_BEFORE] = _read_idle_transaction_timeout(dbapi)
         if info[_BEFORE] is None:
             return
-        if not sa.event.contains(connection.engine.pool, "checkin", _give_back):
-            sa.event.listen(connection.engine.pool, "checkin", _give_back)
+        # Django's connections have no pool; they are given back by its guard.
+        pool = getattr(connection.engine, "pool", None)
+        if pool is not None and not sa.event.contains(pool, "checkin", self._checked_in):
+            sa.event.listen(pool, "checkin", self._checked_in)
         _idle_transaction_timeout(dbapi, max(1, round(seconds)))
         info[_LIMIT] = seconds
+
+    def give_back(self, dbapi: Any, info: dict[Any, Any]) -> None:
+        """Undo the limit: what the user does next on this connection may take its time."""
+        if info.pop(_LIMIT, None) is not None:
+            _idle_transaction_timeout(dbapi, info[_BEFORE])
+
+    def _checked_in(self, dbapi: Any, record: Any) -> None:
+        if dbapi is not None:
+            self.give_back(dbapi, record.info)
 
 
 #: Keys of ``Connection.info``: the limit that is set, and the one that was there before.
 _LIMIT, _BEFORE = "celery_lease_idle", "celery_lease_idle_before"
-
-
-def _give_back(dbapi: Any, record: Any) -> None:
-    """Undo the limit: what the user does next on this connection may take its time."""
-    if dbapi is not None and record.info.pop(_LIMIT, None) is not None:
-        _idle_transaction_timeout(dbapi, record.info[_BEFORE])
 
 
 def _read_idle_transaction_timeout(dbapi: Any) -> int | None:

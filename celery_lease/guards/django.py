@@ -1,0 +1,169 @@
+"""The fence on Django transactions, on the connection that Django itself uses.
+
+The guard is the last statement of the outermost ``atomic`` block. Lease tables and
+guarded data live in the same database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import DatabaseError, connections, transaction
+from sqlalchemy import Dialect
+from sqlalchemy.dialects.mysql import pymysql
+from sqlalchemy.dialects.postgresql import psycopg
+from sqlalchemy.dialects.sqlite import pysqlite
+
+from celery_lease.errors import (
+    FencingError,
+    SchemaMismatch,
+    StoreContention,
+    StoreError,
+    UnsafeTransaction,
+)
+from celery_lease.stores.dialects import database_of
+from celery_lease.stores.fences import FenceStore, Ticket, missing_fence, refusal
+
+__all__ = ["guarded"]
+
+#: Django's vendors, with parameters the way its cursors want them.
+_DIALECTS: dict[str, Dialect] = {
+    "postgresql": psycopg.dialect(paramstyle="format"),  # type: ignore[no-untyped-call]
+    "mysql": pymysql.dialect(paramstyle="format"),
+    "sqlite": pysqlite.dialect(paramstyle="format"),
+}
+
+
+class _Connection:
+    """As much of an SQLAlchemy connection as the guard needs."""
+
+    #: No pool: what was set on the connection is given back by :func:`guarded`.
+    engine = None
+
+    def __init__(self, connection: Any) -> None:
+        self.dialect = _DIALECTS[connection.vendor]
+        self.info: dict[str, Any] = {}
+        self._connection = connection
+
+    @property
+    def connection(self) -> Any:
+        return self
+
+    @property
+    def dbapi_connection(self) -> Any:
+        return self._connection.connection
+
+    def execute(self, statement: Any, values: Mapping[str, Any] | None = None) -> _Result:
+        compiled = statement.compile(dialect=self.dialect)
+        parameters = compiled.construct_params(dict(values or {}))
+        ordered = [parameters[name] for name in compiled.positiontup or ()]
+        with self._connection.cursor() as cursor:
+            cursor.execute(str(compiled), ordered)
+            rows = cursor.fetchall() if cursor.description else []
+            return _Result(rows, cursor.rowcount)
+
+
+class _Result:
+    def __init__(self, rows: list[Any], rowcount: int) -> None:
+        self._rows = rows
+        self.rowcount = rowcount
+
+    def one(self) -> Any:
+        return self._rows[0]
+
+    def first(self) -> Any:
+        return self._rows[0] if self._rows else None
+
+
+@contextmanager
+def guarded(
+    using: str, ticket: Ticket, store: FenceStore, *, final: bool, idle: float | None
+) -> Iterator[Any]:
+    """Yield Django's connection in a transaction whose last statement is the guard.
+
+    Args:
+        using: Alias of the database.
+        ticket: What is shown at the fence.
+        store: The lease database, for what has to be asked afresh.
+        final: Whether passing settles the ticket's task, or is only a check.
+        idle: Seconds of silence after which the server ends the transaction, from
+            its start on; None for the guard's last round trip only.
+
+    Raises:
+        UnsafeTransaction: The guard could not be the last word.
+        FencingError: Refused; nothing was written.
+    """
+    connection = connections[using]
+    if connection.in_atomic_block or not connection.get_autocommit():
+        raise UnsafeTransaction(
+            f"the connection {using!r} is in a transaction that was begun before",
+            name=ticket.lease,
+        )
+    seen = _Connection(connection)
+    database = database_of(seen.dialect)
+    passed = False
+    try:
+        with transaction.atomic(using=using, durable=True):
+            if idle is not None:
+                database.limit_idle(seen, idle)  # type: ignore[arg-type] # as much as it needs
+            yield connection
+            _guard(seen, ticket, store, final=final)
+            passed = True
+    except DatabaseError as error:
+        # Its COMMIT was sent, and the answer was an error: the ledger knows.
+        if not (passed and final and _is_committed(ticket, store, error)):
+            raise
+    finally:
+        if connection.connection is not None:
+            database.give_back(connection.connection, seen.info)
+
+
+def _guard(seen: _Connection, ticket: Ticket, store: FenceStore, *, final: bool) -> None:
+    """Run the guard's statement; what it raises rolls the block back."""
+    database = database_of(seen.dialect)
+    try:
+        if final:
+            values = ticket.values("committed")
+            passed = database.settle(seen, idle=store.idle, **values)  # type: ignore[arg-type]
+        else:
+            passed = database.check(
+                seen,  # type: ignore[arg-type]
+                lease=ticket.lease,
+                epoch=ticket.epoch,
+                term=ticket.term,
+                idle=store.idle,
+            )
+    except DatabaseError as error:
+        raise _reason(seen, ticket, store, error) from error
+    if not passed:
+        raise _reason(seen, ticket, store, None)
+
+
+def _reason(
+    seen: _Connection, ticket: Ticket, store: FenceStore, error: DatabaseError | None
+) -> BaseException:
+    """Return why the guard did not pass: neither no row nor a conflict is an answer."""
+    driver = None if error is None else error.__cause__
+    kind = None if driver is None else database_of(seen.dialect).classify(driver)
+    if kind is SchemaMismatch:
+        return missing_fence(ticket.lease, f"Django's database {seen.dialect.name}")
+    try:
+        found = refusal(ticket, store.look(ticket))
+    except (StoreError, FencingError) as problem:
+        return error or problem
+    return (
+        found or error or StoreContention(f"the fence of {ticket.lease!r} was moving; try again")
+    )
+
+
+def _is_committed(ticket: Ticket, store: FenceStore, error: DatabaseError) -> bool:
+    try:
+        standing = store.look(ticket)
+    except (StoreError, FencingError):
+        return False
+    refused = refusal(ticket, standing)
+    if refused is not None:
+        raise refused from error
+    return standing.execution == ticket.execution

@@ -1,0 +1,223 @@
+"""The guard on Django's own connections, on each database."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from celery_lease.errors import AlreadySettled, MissingFence, StaleEpoch, UnsafeTransaction
+from celery_lease.guards.fence import Unfenced
+from tests.integration.test_guard_sqlalchemy import Desk
+
+pytest.importorskip("django")
+
+_ENGINES = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project() -> None:
+    """Set up Django, unless another module has."""
+    import django
+    from django.conf import settings
+
+    if not settings.configured:
+        settings.configure(DATABASES={}, USE_TZ=True)
+        django.setup()
+    try:
+        import MySQLdb  # noqa: F401
+    except ImportError:
+        import pymysql
+
+        pymysql.install_as_MySQLdb()
+
+
+class Counter:
+    """Django's connection to a desk's database."""
+
+    def __init__(self, desk: Desk, alias: str) -> None:
+        from django.db import connections
+
+        self.desk = desk
+        self.alias = alias
+        self.connection = connections[alias]
+
+    def write(self, number: int) -> None:
+        """Write a note through Django."""
+        with self.connection.cursor() as cursor:
+            cursor.execute("INSERT INTO note (id, epoch) VALUES (%s, 0)", [number])
+
+
+@pytest.fixture
+def counter(database_url: str) -> Iterator[Counter]:
+    """A desk whose database Django knows too."""
+    from django.db import connections
+
+    desk = Desk(database_url)
+    url = sa.make_url(database_url)
+    alias = f"db{uuid.uuid4().hex}"
+    connections.settings[alias] = _entry(url)
+    yield Counter(desk, alias)
+    connections[alias].close()
+    del connections.settings[alias]
+    desk.close()
+
+
+def _entry(url: sa.URL) -> dict[str, Any]:
+    return {
+        "ENGINE": f"django.db.backends.{_ENGINES[url.get_backend_name()]}",
+        "NAME": url.database,
+        "USER": url.username or "",
+        "PASSWORD": url.password or "",
+        "HOST": url.host or url.query.get("host", ""),
+        "PORT": str(url.port or ""),
+        "OPTIONS": {},
+        "ATOMIC_REQUESTS": False,
+        "AUTOCOMMIT": True,
+        "CONN_MAX_AGE": None,
+        "CONN_HEALTH_CHECKS": False,
+        "TIME_ZONE": None,
+        "TEST": {
+            "CHARSET": None,
+            "COLLATION": None,
+            "MIGRATE": True,
+            "MIRROR": None,
+            "NAME": None,
+        },
+    }
+
+
+def test_a_block_commits_its_rows_together_with_the_outcome(counter: Counter) -> None:
+    """On the connection that the ORM uses."""
+    fence = counter.desk.fence()
+    with fence.atomic(counter.alias):
+        counter.write(1)
+        assert counter.desk.lease.outcome(fence.ticket.task_id) is None
+    assert counter.desk.notes() == [1]
+    assert counter.desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+def test_a_stale_block_is_rolled_back(counter: Counter) -> None:
+    """And the connection is fit for the next, current block."""
+    stale = counter.desk.fence()
+    new = counter.desk.lease.depose()
+    with pytest.raises(StaleEpoch) as caught, stale.atomic(counter.alias):
+        counter.write(1)
+    assert (caught.value.epoch, caught.value.current_epoch) == (1, 2)
+    with counter.desk.fence(lease=new).atomic(counter.alias):
+        counter.write(2)
+    assert counter.desk.notes() == [2]
+
+
+def test_the_second_execution_writes_nothing(counter: Counter) -> None:
+    """A redelivered message."""
+    first, second = counter.desk.fence("same"), counter.desk.fence("same")
+    with first.atomic(counter.alias):
+        counter.write(1)
+    with pytest.raises(AlreadySettled), second.atomic(counter.alias):
+        counter.write(2)
+    assert counter.desk.notes() == [1]
+
+
+def test_earlier_blocks_are_only_checked(counter: Counter) -> None:
+    """``final=False``, current and stale."""
+    fence = counter.desk.fence()
+    with fence.atomic(counter.alias, final=False, idle=5):
+        counter.write(1)
+    assert counter.desk.lease.outcome(fence.ticket.task_id) is None
+    counter.desk.lease.depose()
+    with pytest.raises(StaleEpoch), fence.atomic(counter.alias, final=False):
+        counter.write(2)
+    assert counter.desk.notes() == [1]
+
+
+def test_an_exception_in_the_block_settles_nothing(counter: Counter) -> None:
+    """Rolled back, and free to try again."""
+    fence = counter.desk.fence()
+    with pytest.raises(ZeroDivisionError), fence.atomic(counter.alias):
+        counter.write(1)
+        raise ZeroDivisionError
+    with fence.atomic(counter.alias):
+        counter.write(2)
+    assert counter.desk.notes() == [2]
+
+
+def test_savepoints_inside_are_the_users_own(counter: Counter) -> None:
+    """An inner ``atomic`` is a savepoint."""
+    from django.db import transaction
+
+    with counter.desk.fence().atomic(counter.alias):
+        counter.write(1)
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using=counter.alias):
+            counter.write(2)
+            raise ZeroDivisionError
+    assert counter.desk.notes() == [1]
+
+
+def test_a_transaction_that_was_begun_before_is_refused(counter: Counter) -> None:
+    """The guard would not be its last word."""
+    from django.db import transaction
+
+    fence = counter.desk.fence()
+    with (
+        transaction.atomic(using=counter.alias),
+        pytest.raises(UnsafeTransaction, match="begun before"),
+        fence.atomic(counter.alias),
+    ):
+        pass
+    counter.connection.set_autocommit(False)
+    try:
+        with pytest.raises(UnsafeTransaction), fence.atomic(counter.alias):
+            pass
+    finally:
+        counter.connection.rollback()
+        counter.connection.set_autocommit(True)
+
+
+def test_a_database_without_lease_tables_says_what_to_look_at(
+    counter: Counter, tmp_path: Any
+) -> None:
+    """Two databases cannot commit together."""
+    from django.db import connections
+
+    alias = f"db{uuid.uuid4().hex}"
+    url = sa.make_url(f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}")
+    connections.settings[alias] = _entry(url)
+    with (
+        pytest.raises(MissingFence, match="beat_lease_url"),
+        counter.desk.fence().atomic(alias),
+    ):
+        pass
+    connections[alias].close()
+    del connections.settings[alias]
+
+
+def test_an_unfenced_call_opens_a_plain_transaction(counter: Counter) -> None:
+    """Called by hand."""
+    with Unfenced().atomic(counter.alias):
+        counter.write(1)
+    assert counter.desk.notes() == [1]
+
+
+def test_the_limit_goes_when_the_block_is_over(counter: Counter) -> None:
+    """Django keeps the connection for the user's next transaction."""
+    variables = {
+        "postgresql": "SELECT current_setting('idle_in_transaction_session_timeout')",
+        "mysql": "SELECT @@idle_transaction_timeout",
+    }
+    variable = variables.get(counter.connection.vendor)
+    if variable is None:
+        pytest.skip("SQLite has no server")
+
+    def limit() -> str:
+        with counter.connection.cursor() as cursor:
+            cursor.execute(variable)
+            return str(cursor.fetchone()[0])
+
+    before = limit()
+    with counter.desk.fence().atomic(counter.alias, idle=7):
+        assert limit() in ("7s", "7")
+    assert limit() == before
