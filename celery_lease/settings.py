@@ -125,7 +125,7 @@ class Settings:
                 "from a current one; remove the setting or set task_protocol = 2",
                 setting="task_protocol",
             )
-        loop = conf.get("beat_max_loop_interval") or 0
+        loop = duration("beat_max_loop_interval", conf.get("beat_max_loop_interval") or 0)
         if loop > settings.ttl:
             raise ConfigurationError(
                 f"beat_max_loop_interval = {loop:g} is longer than {PREFIX}ttl = "
@@ -149,7 +149,8 @@ def duration(setting: str, value: Any) -> float:
     """
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value):
         raise ConfigurationError(
             f"{setting} = {value!r} is not a duration; give seconds as a number or a timedelta",
             setting=setting,
