@@ -11,6 +11,7 @@ and waits as a standby inside ``tick``, where it can be woken.
 from __future__ import annotations
 
 import logging
+from datetime import datetime, timezone
 from typing import Any, NoReturn
 
 from celery_lease.errors import (
@@ -31,6 +32,8 @@ __all__ = ["LeaseMixin"]
 
 #: Rows of each kind that one round of housekeeping deletes at most.
 PRUNE = 500
+#: Seconds that two clocks may differ before it is worth a warning.
+SKEW = 2.0
 #: Seconds to wait after an error that nobody foresaw.
 PAUSE = 1.0
 
@@ -50,7 +53,7 @@ class LeaseMixin(LeasedSends):
     _term: Term | None = None
     #: How many renewals there had been at the last round of recovery.
     _renewals = -1
-    #: Whether recovery has more to do at once.
+    #: Whether what was left is still being recovered, which goes before any turn.
     _recovering = False
     #: Whether the scheduler's own set-up was done.
     _set_up = False
@@ -154,7 +157,8 @@ class LeaseMixin(LeasedSends):
                 return 0.0
         if term is not self._term:
             self.load(term)
-            self._term, self._renewals, self._recovering = term, -1, True
+            self._term, self._recovering = term, True
+            self._compare_clocks()
         if self._recovering or self._renewals != self.elector.renewals:
             self._chores(term)
         if self._recovering:
@@ -191,12 +195,24 @@ class LeaseMixin(LeasedSends):
 
     def _chores(self, term: Term) -> None:
         """Recover runs and keep house: one bounded round."""
-        first = self._renewals == -1
         self._renewals = self.elector.renewals
-        self._recovering = self.recovery.round(term, own=first)
+        self._recovering = self.recovery.round(term, own=self._recovering)
         if not self._recovering:
             self.recovery.retry_lost(term, self.lost_after())
             prune(self.store.engine, term.name, retention=self.settings.retention, limit=PRUNE)
+
+    def _compare_clocks(self) -> None:
+        """Warn where this host's clock is not the database's: what is due goes by ours."""
+        ahead = (datetime.now(timezone.utc) - self.dispatcher.ledger.clock()).total_seconds()
+        if abs(ahead) > SKEW:
+            logger.warning(
+                "lease %r: the clock of this host is %.1f s %s the lease database's: a takeover "
+                "by another host would move due times by as much; keep the clocks in step",
+                self.settings.name,
+                abs(ahead),
+                "ahead of" if ahead > 0 else "behind",
+                extra={"action": "clock-skew", "lease_seconds": ahead},
+            )
 
     @property
     def longest(self) -> float:

@@ -86,7 +86,7 @@ class Planner:
         if decision.skipped is not None:
             batch.skipped.append((name, decision.skipped))
             batch.moved[name] = decision.skipped.last
-        fire = decision.fire[:room]
+        fire = decision.fire[: room if entry.wishes.overlap else min(room, 1)]
         for due_at in fire:
             batch.runs.append(
                 Run(

@@ -23,6 +23,19 @@ _UNCERTAIN: tuple[type[BaseException], ...] = tuple(
     for each in ("OperationalError", "BatchPublishError")  # the second is new in 5.7
     if hasattr(exceptions, each)
 )
+#: What a message raises that cannot be built: arguments, options, an unknown queue. (kombu
+#: counts KeyError among Redis's connection errors.)
+_OF_THE_MESSAGE = (
+    exceptions.SerializationError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
 
 
 class Undelivered(Exception):
@@ -70,22 +83,25 @@ class Publisher:
         except Exception as error:
             if not self.is_delivery(error):
                 raise
-            nacked = isinstance(error, _Nacked)
             lasting = self._is_lasting(error)
+            turned_away = lasting or isinstance(error, _Nacked) or not self._is_brokers(error)
             self.close()
             raise Undelivered(
-                f"{type(error).__name__}: {error}", turned_away=nacked or lasting, lasting=lasting
+                f"{type(error).__name__}: {error}", turned_away=turned_away, lasting=lasting
             ) from error
 
     def is_delivery(self, error: BaseException) -> bool:
-        """Return whether *error* is about reaching the broker, and not about a message."""
-        if isinstance(error, (*_UNCERTAIN, OSError)):
-            return True
-        if self._producer is None or isinstance(error, KeyError):
-            # kombu counts KeyError among Redis's connection errors; an unknown queue is one.
-            return False
-        connection = self._producer.connection
-        return isinstance(error, (*connection.connection_errors, *connection.channel_errors))
+        """Return whether the same message may go out later; not if *error* is its own.
+
+        In doubt it may: a result backend that is away raises what its driver raises.
+        """
+        return isinstance(error, _UNCERTAIN) or not isinstance(error, _OF_THE_MESSAGE)
+
+    def _is_brokers(self, error: BaseException) -> bool:
+        """Return whether *error* is the broker's, and not a third party's."""
+        connection = self._producer.connection if self._producer is not None else None
+        theirs = () if connection is None else connection.connection_errors
+        return isinstance(error, (*_UNCERTAIN, OSError, *theirs))
 
     def _is_lasting(self, error: BaseException) -> bool:
         """Return whether the broker turned a message away for what it is, not for now.

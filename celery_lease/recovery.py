@@ -66,7 +66,9 @@ class Recovery:
             Whether there may be more to do at once.
         """
         closed = self._ledger.close_settled(term, limit=BATCH)
-        left = self._ledger.to_recover(term, limit=BATCH, own=own)
+        waiting = {each.id for runs in self._dispatcher.waiting.values() for each in runs}
+        found = self._ledger.to_recover(term, limit=BATCH + len(waiting) * own, own=own)
+        left = [each for each in found if each.id not in waiting][:BATCH]
         lost = self._lost(term, BATCH - len(left))
         self._take_up(term, left + lost)
         return len(left) + len(lost) >= BATCH or closed >= BATCH

@@ -159,6 +159,20 @@ def test_an_error_about_a_message_is_not_about_the_broker(broker_url):
     broker.close()
 
 
+def test_a_third_party_that_is_away_is_not_the_messages_fault(broker_url):
+    """A result backend is asked before each message: its outage must lose no occurrence."""
+
+    class ResultBackendAway(Exception):
+        """What a driver raises that we have never heard of."""
+
+    _, broker = publisher(broker_url)
+
+    with pytest.raises(Undelivered) as told, broker.flush():
+        raise ResultBackendAway
+
+    assert (told.value.turned_away, told.value.lasting) == (True, False)
+
+
 @pytest.mark.rabbitmq
 def test_a_channel_closed_in_a_flush_means_that_a_message_is_to_blame(rabbitmq_url):
     """An unknown exchange: AMQP tells it later, by closing the channel for all."""

@@ -370,6 +370,27 @@ def test_a_claim_whose_answer_was_lost_is_read_again(cluster):
     assert cluster.runs("state", "attempt") == [("published", 1)]
 
 
+def test_more_lost_track_of_than_fits_into_one_round_is_all_sent(cluster):
+    """Broker away, then the database: the ledger is read again, in bounded rounds."""
+    schedule = {f"e{each:04d}": {"schedule": 60.0} for each in range(1200)}
+    beat = cluster.beat(schedule).go()
+    beat.before_flush = no_broker
+    for _ in range(3):
+        beat.at(seconds=61).tick()
+    assert len(cluster.runs("id")) == 1200
+
+    beat._forget()  # as after any error of the lease database
+    beat.go()
+    assert cluster.messages() == []
+    beat.before_flush = lambda runs: None
+    for _ in range(4):
+        beat.dispatcher._retry_at = 0.0
+        beat.at(seconds=62).go()
+
+    ids = [message.headers["id"] for message in cluster.messages()]
+    assert len(ids) == len(set(ids)) == 1200
+
+
 # --- runs that were refused or lost -------------------------------------------------------------
 
 
@@ -628,6 +649,19 @@ def test_another_schedule_under_the_same_lease_is_told_loudly(cluster, caplog):
     assert len(told) == 1
     assert "beat_lease_name" in told[0].getMessage()
     assert other.elector.holder.host in told[0].getMessage()
+
+
+def test_a_clock_that_is_out_of_step_is_told(cluster, caplog):
+    """What is due goes by the host's clock, and a takeover changes the host."""
+    beat = cluster.beat()
+    ledger = beat.dispatcher.ledger
+    real = ledger.clock
+    ledger.clock = lambda: real() - timedelta(minutes=5)
+
+    beat.go()
+
+    assert "this host is 300" in caplog.text
+    assert "ahead of" in caplog.text
 
 
 def test_old_runs_are_deleted_by_the_leader(cluster):

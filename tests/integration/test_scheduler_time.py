@@ -140,6 +140,15 @@ def test_an_entry_that_must_not_overlap_waits_for_the_run_before(cluster):
     assert [due for _, due, _ in cluster.sent()] == [1, 3]
 
 
+def test_catching_up_does_not_overlap_either(cluster):
+    """Several missed ones at once would be just that."""
+    entry = {"schedule": 60.0, "fenced": True, "overlap": False, "misfire": "all"}
+    cluster.beat({"entry": entry}).at(minutes=3, seconds=1).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1]
+    assert cluster.runs("due", "state", "skipped")[1] == (2, "skipped", 2)
+
+
 def test_a_lost_message_does_not_silence_an_entry_for_ever(cluster):
     """After ``overlap_timeout`` the run before does not count any more."""
     entry = {"schedule": 60.0, "fenced": True, "overlap": False, "overlap_timeout": 90}
