@@ -115,7 +115,10 @@ def _one_line(shown: str) -> Iterator[None]:
 @_options
 @click.option("--name", help="Show this lease only.")
 def status(url: str | None, name: str | None, as_json: bool) -> None:
-    """Show who leads, under which epoch and for how long yet."""
+    """Show who leads, under which epoch and for how long yet.
+
+    With --name, exit status 1 says that nobody leads, or that there is no such lease.
+    """
     with _store(_settings(url=url)) as store:
         store.prepare(create=False)
         found = list(store.list()) if name is None else [store.read(name)]
@@ -132,7 +135,7 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
             click.echo(_sentence(each))
         if not known:
             click.echo("there is no lease" if name is None else f"there is no lease {name!r}")
-    if name is not None and not known:
+    if name is not None and not any(each.held for each in known):
         raise click.exceptions.Exit(1)
 
 

@@ -164,6 +164,20 @@ def test_status_of_an_unknown_lease_exits_with_1(database_url):
     assert (done.status, done.out) == (1, "there is no lease 'nope'\n")
 
 
+def test_status_of_a_lease_that_nobody_holds_exits_with_1(database_url):
+    """An alert goes by the exit status: red while nobody leads, green again with a leader."""
+    with opened(database_url) as store:
+        look = ("status", "--url", database_url, "--name", NAME)
+        store.ensure(NAME)
+        before = run(*look).status
+        term = grant(store)
+        leading = run(*look).status
+        store.release(term)
+        after = run(*look).status
+
+    assert (before, leading, after) == (1, 0, 1)
+
+
 def test_history_tells_who_led_when_and_how_it_ended(database_url):
     """What is read after an incident."""
     with opened(database_url) as store:
