@@ -200,7 +200,7 @@ class SQLLedger:
             reason: Why, in words.
         """
         ended = sa.and_(
-            run_table.c.id.in_([each.id for each in runs]), run_table.c.open.is_(sa.true())
+            run_table.c.id.in_([each.id for each in runs]), run_table.c.open == sa.true()
         )
         commits = [
             {
@@ -228,7 +228,7 @@ class SQLLedger:
         settled = (
             sa.select(run_table.c.id)
             .join(commit_table, commit_table.c.task_id == run_table.c.id)
-            .where(run_table.c.lease == term.name, run_table.c.open.is_(sa.true()))
+            .where(run_table.c.lease == term.name, run_table.c.open == sa.true())
             .limit(limit)
         )
         with translated(self.engine), self.engine.begin() as connection:
@@ -245,7 +245,7 @@ class SQLLedger:
         for chunk in _chunks(entries):
             query = _OPEN.where(
                 run_table.c.lease == lease,
-                run_table.c.open.is_(sa.true()),
+                run_table.c.open == sa.true(),
                 run_table.c.entry.in_(chunk),
                 commit_table.c.task_id.is_(None),
             )
@@ -261,7 +261,7 @@ class SQLLedger:
         query = (
             _OPEN.where(
                 run_table.c.lease == lease,
-                run_table.c.open.is_(sa.true()),
+                run_table.c.open == sa.true(),
                 commit_table.c.task_id.is_(None),
                 condition,
             )

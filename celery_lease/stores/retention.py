@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import Any
+
 import sqlalchemy as sa
 
 from celery_lease.stores.dialects import from_now, translated
@@ -24,36 +27,33 @@ def prune(engine: sa.Engine, lease: str, *, retention: float, limit: int) -> int
     Returns:
         How many rows were deleted.
     """
-    old = from_now(-retention)
-    runs = sa.select(run_table.c.id).where(
-        run_table.c.lease == lease,
-        run_table.c.claimed_at < old,
-        run_table.c.open.is_(sa.false()),
-    )
-    commits = sa.select(commit_table.c.task_id).where(
-        commit_table.c.lease == lease,
-        commit_table.c.at < old,
-        ~sa.exists().where(run_table.c.id == commit_table.c.task_id),
-    )
-    terms = sa.select(term_table.c.epoch).where(
-        term_table.c.name == lease, term_table.c.ended_at < old
-    )
     deleted = 0
     with translated(engine), engine.begin() as connection:
-        # Ids first: MySQL neither limits a sub-select nor deletes from what it reads.
-        for query, key in (
-            (runs, run_table.c.id),
-            (commits, commit_table.c.task_id),
+        # As a value: PostgreSQL looks up no index for a clock that moves.
+        old = connection.execute(sa.select(from_now(-retention))).scalar_one()
+        # "= false", not "IS false", for which MariaDB looks up no index.
+        runs = _oldest(run_table.c.id, run_table.c.claimed_at, old, limit).where(
+            run_table.c.lease == lease, run_table.c.open == sa.false()
+        )
+        commits = _oldest(commit_table.c.task_id, commit_table.c.at, old, limit).where(
+            commit_table.c.lease == lease
+        )
+        terms = _oldest(term_table.c.epoch, term_table.c.ended_at, old, limit).where(
+            term_table.c.name == lease
+        )
+        unused = ~sa.exists().where(run_table.c.id == commit_table.c.task_id)
+        for query, statement in (
+            (runs, sa.delete(run_table)),
+            (commits, sa.delete(commit_table).where(unused)),
+            (terms, sa.delete(term_table).where(term_table.c.name == lease)),
         ):
-            ids = list(connection.execute(query.limit(limit)).scalars())
-            if ids:
-                table = key.table
-                deleted += connection.execute(sa.delete(table).where(key.in_(ids))).rowcount
-        epochs = list(connection.execute(terms.limit(limit)).scalars())
-        if epochs:
-            deleted += connection.execute(
-                sa.delete(term_table).where(
-                    term_table.c.name == lease, term_table.c.epoch.in_(epochs)
-                )
-            ).rowcount
+            # Keys first: MySQL neither limits a sub-select nor deletes from what it reads.
+            keys = list(connection.execute(query).scalars())
+            if keys:
+                key = query.selected_columns[0]
+                deleted += connection.execute(statement.where(key.in_(keys))).rowcount
     return deleted
+
+
+def _oldest(key: Any, at: Any, before: datetime, limit: int) -> sa.Select[Any]:
+    return sa.select(key).where(at < before).order_by(at).limit(limit)

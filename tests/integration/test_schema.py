@@ -1,0 +1,255 @@
+"""The tables: in one's own migrations, and found by index however many rows there are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sa
+
+import celery_lease
+from celery_lease.lease import Term
+from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.ledger import SQLLedger
+from celery_lease.stores.retention import prune
+from celery_lease.stores.schema import SCHEMA_VERSION, metadata, schema_table
+from tests.leases import NAME, grant, opened
+
+#: So many that a planner prefers an index; the database makes them itself, in seconds.
+RUNS = 200_000
+
+
+def test_the_tables_can_be_part_of_ones_own_metadata(database_url):
+    """Whoever keeps all tables in Alembic takes ours in as well, and writes the version row."""
+    mine = sa.MetaData()
+    sa.Table("mine", mine, sa.Column("id", sa.Integer, primary_key=True))
+    for table in celery_lease.metadata.sorted_tables:
+        table.to_metadata(mine)
+    engine = sa.create_engine(database_url)
+    with engine.begin() as connection:
+        mine.create_all(connection)
+        connection.execute(sa.insert(schema_table).values(id=1, version=SCHEMA_VERSION))
+    engine.dispose()
+
+    store = SQLLeaseStore(database_url)
+    store.prepare(create=False)
+    store.dispose()
+
+
+def test_our_names_are_all_prefixed():
+    """They live among a user's own tables, constraints and indexes."""
+    names = set(metadata.tables)
+    for table in metadata.tables.values():
+        names |= {str(index.name) for index in table.indexes}
+        names |= {str(each.name) for each in table.constraints if each.name}
+
+    assert all(name.startswith("celery_lease") for name in names)
+
+
+def test_half_made_tables_are_completed(database_url):
+    """A first start that was killed in the middle must not need an administrator."""
+    engine = sa.create_engine(database_url)
+    with engine.begin() as connection:
+        metadata.create_all(connection, tables=[metadata.tables["celery_lease"]])
+    engine.dispose()
+
+    with opened(database_url) as store:
+        assert grant(store).epoch == 1
+
+
+# --- plans --------------------------------------------------------------------------------
+
+FILL = {
+    "postgresql": """
+        INSERT INTO {table} ({columns})
+        SELECT {values} FROM generate_series(1, {count}) AS g(n)
+        """,
+    "mysql": """
+        INSERT INTO {table} ({columns})
+        SELECT {values} FROM (SELECT seq AS n FROM seq_1_to_{count}) AS g
+        """,
+    "sqlite": """
+        WITH RECURSIVE g(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM g WHERE n < {count})
+        INSERT INTO {table} ({columns}) SELECT {values} FROM g
+        """,
+}
+AGES = {
+    "postgresql": "now() - n * interval '3 second'",
+    "mysql": "utc_timestamp(6) - INTERVAL 3 * n SECOND",
+    "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now', (-3 * n) || ' seconds')",
+}
+TEXT = {"postgresql": "n::text", "mysql": "CAST(n AS CHAR)", "sqlite": "CAST(n AS TEXT)"}
+
+
+@pytest.fixture(scope="module")
+def filled(request) -> Iterator[dict[str, tuple[SQLLeaseStore, Term]]]:
+    """Databases with a long history, made when they are first asked for."""
+    made: dict[str, tuple[SQLLeaseStore, Term]] = {}
+    yield made
+    for store, _ in made.values():
+        store.dispose()
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ]
+)
+def old(request, filled, tmp_path_factory) -> tuple[SQLLeaseStore, Term]:
+    """A database with many runs: nearly all settled, a few open, all of some days."""
+    if request.param not in filled:
+        if request.param == "sqlite":
+            url = f"sqlite:///{tmp_path_factory.mktemp('old')}/lease.sqlite3"
+        else:
+            url = request.getfixturevalue(request.param).create_database()
+        filled[request.param] = _fill(url)
+    return filled[request.param]
+
+
+def _fill(url: str) -> tuple[SQLLeaseStore, Term]:
+    kind = sa.make_url(url).get_backend_name()
+    store = SQLLeaseStore(url, statement_wait=120)
+    store.prepare(create=True)
+    store.ensure(NAME)
+    term = grant(store, ttl=3600)
+    age, text = AGES[kind], TEXT[kind]
+    few = "n % 20000 = 7" if kind == "sqlite" else "mod(n, 20000) = 7"
+    yes, no = ("1", "0") if kind == "sqlite" else ("true", "false")
+    run = {
+        "id": text, "lease": f"'{NAME}'", "entry": "'e'", "due_at": age, "epoch": "0",
+        "term": "'t'", "attempt": "1", "fenced": yes, "state": "'published'",
+        "open": f"CASE WHEN {few} THEN {yes} ELSE {no} END",
+        "claimed_at": age, "published_at": age,
+    }  # fmt: skip
+    commit = {
+        "task_id": text, "lease": f"'{NAME}'", "epoch": "0", "term": "'t'", "execution": "'x'",
+        "outcome": "'committed'", "at": age,
+    }  # fmt: skip
+    with store.engine.begin() as connection:
+        for table, row in (("celery_lease_run", run), ("celery_lease_commit", commit)):
+            columns = ", ".join('"open"' if c == "open" and kind != "mysql" else c for c in row)
+            statement = FILL[kind].format(
+                table=table, columns=columns, values=", ".join(row.values()), count=RUNS
+            )
+            connection.exec_driver_sql(statement)
+        # Eleven runs are open because they were never settled.
+        connection.exec_driver_sql(
+            "DELETE FROM celery_lease_commit WHERE task_id IN "
+            "(SELECT id FROM celery_lease_run WHERE {open} = {yes})".format(
+                open="`open`" if kind == "mysql" else '"open"', yes=yes
+            )
+        )
+    with store.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        tables = "celery_lease_run, celery_lease_commit"
+        analyze = {
+            "postgresql": f"ANALYZE {tables}", "mysql": f"ANALYZE TABLE {tables}",
+            "sqlite": "ANALYZE",
+        }  # fmt: skip
+        connection.exec_driver_sql(analyze[kind])
+    return store, term
+
+
+class Plans:
+    """Collects the plan of each statement that reads or deletes."""
+
+    def __init__(self, store: SQLLeaseStore) -> None:
+        self.store = store
+        self.found: list[tuple[str, list[str]]] = []
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Collect within the block."""
+        sa.event.listen(self.store.engine, "before_cursor_execute", self._explain)
+        try:
+            yield
+        finally:
+            sa.event.remove(self.store.engine, "before_cursor_execute", self._explain)
+
+    def _explain(self, conn, cursor, statement: str, parameters, context, many) -> None:
+        kind = self.store.engine.dialect.name
+        if many or not statement.startswith(("SELECT", "DELETE", "UPDATE")):
+            return
+        if "celery_lease_run" not in statement and "celery_lease_commit" not in statement:
+            return
+        word = "EXPLAIN QUERY PLAN" if kind == "sqlite" else "EXPLAIN"
+        if kind == "postgresql":
+            word = "EXPLAIN (FORMAT JSON)"
+        # A cursor of its own: this one is about to be used.
+        own = conn.connection.dbapi_connection.cursor()
+        own.execute(f"{word} {statement}", parameters)
+        self.found.append((statement, _scans(kind, own.fetchall())))
+        own.close()
+
+
+def _scans(kind: str, rows: list) -> list[str]:
+    """Where a plan reads a whole table."""
+    if kind == "postgresql":
+        plan = rows[0][0] if not isinstance(rows[0][0], str) else json.loads(rows[0][0])
+        return [
+            n["Relation Name"] for n in _nodes(plan[0]["Plan"]) if n["Node Type"] == "Seq Scan"
+        ]
+    if kind == "sqlite":
+        return [row[3] for row in rows if row[3].startswith("SCAN") and "celery_lease_" in row[3]]
+    return [f"{row[2]} {row[3]}" for row in rows if row[3] in ("ALL", "index")]
+
+
+def _nodes(node: dict) -> Iterator[dict]:
+    yield node
+    for each in node.get("Plans", []):
+        yield from _nodes(each)
+
+
+HOUSEKEEPING = {
+    "the floor": lambda store, ledger, term: store.floor(term),
+    "recover": lambda store, ledger, term: ledger.to_recover(term, limit=100, own=False),
+    "unsettled": lambda store, ledger, term: ledger.unsettled(term, age=600, limit=100),
+    "close settled": lambda store, ledger, term: ledger.close_settled(term, limit=100),
+    "running": lambda store, ledger, term: ledger.running(NAME, ["e"]),
+    "prune": lambda store, ledger, term: prune(store.engine, NAME, retention=86400, limit=100),
+}
+
+
+@pytest.mark.parametrize("chore", HOUSEKEEPING.values(), ids=HOUSEKEEPING)
+def test_housekeeping_never_reads_a_whole_table(old, chore):
+    """A leader does these between its ticks, with ten million runs as with ten."""
+    store, term = old
+    plans = Plans(store)
+    with plans.listening():
+        chore(store, SQLLedger(store.engine), term)
+
+    assert plans.found, "nothing was explained"
+    for statement, scans in plans.found:
+        assert scans == [], statement
+
+
+def test_housekeeping_takes_no_longer_for_a_long_history(old):
+    """An index scan may still read all of it; a bound that no full read meets says it does not."""
+    store, term = old
+    for name, chore in HOUSEKEEPING.items():
+        began = time.monotonic()
+        chore(store, SQLLedger(store.engine), term)
+        assert time.monotonic() - began < 1, name
+
+
+def test_pruning_is_bounded_and_keeps_what_is_open(old):
+    """It runs between ticks, and an open fenced run may still be dispatched again."""
+    store, _ = old
+    with store.engine.connect() as connection:
+        before = connection.execute(sa.text("SELECT COUNT(*) FROM celery_lease_run")).scalar_one()
+    deleted = prune(store.engine, NAME, retention=0, limit=100)
+
+    with store.engine.connect() as connection:
+        after = connection.execute(sa.text("SELECT COUNT(*) FROM celery_lease_run")).scalar_one()
+        found = connection.execute(
+            sa.select(sa.func.count())
+            .select_from(metadata.tables["celery_lease_run"])
+            .where(metadata.tables["celery_lease_run"].c.open.is_(sa.true()))
+        ).scalar_one()
+    assert 0 < deleted <= 300
+    assert before - after <= 100
+    assert found == RUNS // 20_000
