@@ -270,8 +270,8 @@ class FencedTask(_Task):
             fence.check()
             fence.handed_on = True
             return
-        # The worker's parent process retries what was lost with its process.
-        stamp = None if request.called_directly else Stamp.of(request)
+        # The worker's parent process retries what was lost with its child process.
+        stamp = Stamp.of(request)
         if stamp is not None:
             ticket = ticket_of(stamp, request.id)
             refused = refusal(ticket, fence_store(self.app).look(ticket))

@@ -181,6 +181,7 @@ class Unfenced:
 
     epoch: int | None = None
     occurrence: Occurrence | None = None
+    idempotency_key: str | None = None
 
     def headers(self) -> dict[str, str]:
         """Return no headers."""

@@ -16,7 +16,9 @@ from celery_lease import FencedTask
 from tests.integration.workshop import Base, Note
 
 
-def make_app(lease: str, broker: str, backend: str, directory: str) -> Celery:
+def make_app(  # noqa: C901 - many small tasks
+    lease: str, broker: str, backend: str, directory: str
+) -> Celery:
     """Return the app.
 
     Args:
@@ -67,6 +69,22 @@ def make_app(lease: str, broker: str, backend: str, directory: str) -> Celery:
         write(self, self.request.id)
         time.sleep(after)
         return self.epoch
+
+    @app.task(
+        base=FencedTask,
+        bind=True,
+        shared=False,
+        name="fragile",
+        retry_on_worker_lost=True,
+        default_retry_delay=0,
+    )
+    def fragile(self: FencedTask, key: str) -> str:
+        """Die at the first attempt."""
+        if self.request.retries == 0:
+            (marks / f"{key}.began").touch()
+            wait_for(f"{key}.go")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f"{key} at attempt {self.request.retries}"
 
     @app.task(bind=True, shared=False, name="errback")
     def errback(self: Any, task_id: str) -> None:

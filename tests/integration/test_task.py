@@ -782,3 +782,52 @@ def test_statements_are_counted_not_timed(workshop: Workshop) -> None:
     assert run(write, under=workshop.lease).state == "SUCCESS"
     assert len([each for each in own if "PRAGMA" not in each]) == 1
     assert len(users) == 2
+
+
+# --- around the body ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_failure_ahead_of_the_body_is_settled_too(workshop: Workshop, stale: bool) -> None:
+    """``before_start`` comes before the admission, so the result backend has to see to it."""
+
+    class Careful(FencedTask):
+        abstract = True
+
+        def before_start(self, *args: Any) -> None:
+            raise ValueError("not today")
+
+    @workshop.plain(name="write", base=Careful, bind=True)
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the body ran")
+
+    result = workshop.lease.dispatch(write)
+    if stale:
+        workshop.lease.depose()
+    with workshop.worker():
+        workshop.wait(result.id)
+    if stale:
+        assert workshop.lease.run_state(result.id) == "refused"
+        assert workshop.lease.outcome(result.id) is None
+        assert workshop.result_state(result.id) == "PENDING"
+    else:
+        assert workshop.lease.outcome(result.id) == "failed"
+        assert workshop.result_state(result.id) == "FAILURE"
+
+
+def test_the_idempotency_key_is_the_same_on_every_attempt(workshop: Workshop) -> None:
+    """For services that can tell duplicates, or that keep the largest epoch they saw."""
+    seen: list[dict[str, str]] = []
+
+    @workshop.task(name="call")
+    def call(self: FencedTask) -> None:
+        seen.append(self.fence.headers())
+
+    first = run(call, under=workshop.lease, task_id="one")
+    new = workshop.lease.depose()
+    assert first.state == "SUCCESS"
+    run(call, under=new, task_id="two")
+    assert seen == [
+        {"Idempotency-Key": "one", "Lease-Name": "celery", "Lease-Epoch": "1"},
+        {"Idempotency-Key": "two", "Lease-Name": "celery", "Lease-Epoch": "2"},
+    ]

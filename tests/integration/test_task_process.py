@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import VERSION as celery_version  # noqa: N811 - Celery's name
 from celery import Celery
 
 from celery_lease.lease import Term
@@ -190,6 +191,27 @@ def test_a_worker_lost_after_its_commit_leaves_the_run_committed(floor: Floor, k
     else:
         wait_until(lambda: result.state == "FAILURE")
     assert floor.lease.outcome(result.id) == "committed"
+
+
+@pytest.mark.skipif(celery_version < (5, 7), reason="retry_on_worker_lost is new in Celery 5.7")
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_parent_retries_a_lost_worker_only_while_current(
+    floor: Floor, key: str, stale: bool
+) -> None:
+    """The parent sends that retry by itself, without ``Task.retry``."""
+    result = floor.lease.dispatch(floor.app.tasks["fragile"], (key,), entry=key)
+    floor.began(key)
+    if stale:
+        floor.depose()
+    floor.go(key)
+    if stale:
+        floor.said(f"Task refused: fragile[{result.id}] (at failed)")
+        assert floor.lease.outcome(result.id) is None
+        assert result.state == "PENDING"
+    else:
+        wait_until(lambda: result.state == "SUCCESS")
+        assert result.result == f"{key} at attempt 1"
+        assert floor.lease.outcome(result.id) == "committed"
 
 
 @pytest.mark.parametrize("stale", [False, True])
