@@ -7,12 +7,13 @@ commits of an entry in order, so a row that is older than the one before it woul
 
 import json
 import os
+import signal
 import time
 from contextvars import ContextVar
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
-from celery import Celery
+from celery import Celery, chain, chord, group
 from celery.schedules import crontab
 from sqlalchemy.orm import sessionmaker
 
@@ -63,6 +64,11 @@ app.conf.update(
     beat_lease_retry_interval=1,
     timezone="UTC",
     beat_schedule={name: entry(name, **how) for name, how in GIVEN["schedule"].items()},
+)
+app.conf.beat_schedule.update(
+    # Too many for the environment.
+    (f"many {number}", {"task": "acceptance.plain", "schedule": DAY, "args": [f"many {number}"]})
+    for number in range(GIVEN["many"])
 )
 app.conf.update(GIVEN["conf"])
 
@@ -152,6 +158,86 @@ def add(session, name, run_id, epoch):
 def plain(self, name, *args):
     """Start, and that is all."""
     note(self, name)
+
+
+# --- a task and all that it can send ---------------------------------------------------------
+
+
+@app.task(base=FencedTask, bind=True, name="acceptance.child")
+def child(self, name, fail=False):
+    """Be a consequence."""
+    note(self, name)
+    if fail:
+        raise ValueError(f"{name} fails")
+
+
+@app.task(base=FencedTask, bind=True, name="acceptance.retrying", max_retries=1)
+def retrying(self, name):
+    """Be tried twice."""
+    note(self, name)
+    if self.request.retries == 0:
+        raise self.retry(countdown=0)
+
+
+@app.task(
+    base=FencedTask,
+    bind=True,
+    name="acceptance.autoretrying",
+    autoretry_for=(ValueError,),
+    retry_kwargs={"max_retries": 1, "countdown": 0},
+)
+def autoretrying(self, name):
+    """Be tried twice, by Celery's own doing."""
+    note(self, name)
+    if self.request.retries == 0:
+        raise ValueError(name)
+
+
+@app.task(base=FencedTask, bind=True, name="acceptance.replacing")
+def replacing(self, name):
+    """Be replaced."""
+    raise self.replace(child.si(name))
+
+
+@app.task(base=FencedTask, bind=True, name="acceptance.dying")
+def dying(self, name, how):
+    """Let the process be killed: by the worker, at a time limit, or by somebody else."""
+    note(self, name)
+    if how == "lost":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def send_family(name):
+    """Send a child in every way there is."""
+
+    def one(what, **kwargs):
+        return child.si(f"{name}: {what}", **kwargs)
+
+    child.delay(f"{name}: delay")
+    chain(one("chain 1"), one("chain 2")).apply_async()
+    group(one("group"), one("group")).apply_async()
+    chord([one("chord"), one("chord")], one("chord's body")).apply_async()
+    one("linking").apply_async(link=one("linked"))
+    one("failing", fail=True).apply_async(link_error=one("errback"))
+    retrying.delay(f"{name}: retry")
+    autoretrying.delay(f"{name}: autoretry")
+    replacing.delay(f"{name}: replaced")
+    for how, limits in (("too long", {"time_limit": 1}), ("lost", {})):
+        errback = one(f"errback of {how}")
+        dying.apply_async((f"{name}: {how}", how), link_error=errback, **limits)
+
+
+@app.task(base=FencedTask, bind=True, name="acceptance.family")
+def family(self, name):
+    """Send them all, fenced."""
+    send_family(name)
+
+
+@app.task(name="acceptance.plain_family")
+def plain_family(name):
+    """Send them all from a task without a fence."""
+    send_family(name)
 
 
 @task_refused.connect

@@ -75,6 +75,8 @@ class Cluster:
         self.points = Points(directory / "points")
         #: The schedule of the beats that are started next; see `app.entry`.
         self.schedule = {}
+        #: How many entries more, that are due in a day.
+        self.many = 0
         #: Further settings of the processes that are started next.
         self.conf = {}
         self.began = datetime.now(timezone.utc)
@@ -93,6 +95,7 @@ class Cluster:
             "broker": by(broker, self.pair.broker),
             "results": self.pair.results,
             "schedule": self.schedule,
+            "many": self.many,
             "conf": self.conf,
         }
         return {"ACCEPTANCE": json.dumps(given), DIRECTORY: str(self.points.directory)}
@@ -117,17 +120,22 @@ class Cluster:
         )
         return self._start(BeatNode(process))
 
-    def leader(self, name, epoch=1, **options):
+    def leader(self, name, *arguments, epoch=1, **options):
         """Start a beat and wait until it leads."""
-        beat = self.beat(name, **options)
+        beat = self.beat(name, *arguments, **options)
         beat.wait_for_log(f"leads under epoch {epoch}")
         return beat
 
-    def standby(self, name, **options):
+    def standby(self, name, *arguments, **options):
         """Start a beat and wait until it stands by."""
-        beat = self.beat(name, **options)
+        beat = self.beat(name, *arguments, **options)
         beat.wait_for_log("stands by")
         return beat
+
+    def pid_of_leader(self):
+        """Return the process that holds the lease, as its holder's name says."""
+        [(holder,)] = self.ledger.rows("SELECT holder FROM celery_lease")
+        return int(holder.split(":")[1])
 
     def worker(self, name="worker", *arguments, ready=True, concurrency=1, **proxies):
         """Start a worker, and wait until it is ready unless told otherwise."""
@@ -173,12 +181,14 @@ class Cluster:
 
     def result(self, task_id):
         """Return a task's (state, result) as a client of the result backend sees it."""
-        app = Celery(backend=self.pair.results, set_as_current=False)
-        try:
+        with Celery(backend=self.pair.results, set_as_current=False) as app:
             found = app.AsyncResult(task_id)
             return found.state, found.result
-        finally:
-            app.close()
+
+    def send(self, task, *arguments):
+        """Send a task by hand."""
+        with Celery(broker=self.pair.broker, set_as_current=False) as app:
+            app.send_task(task, arguments)
 
     def role(self):
         """Make a user of the database who may do nothing; return its name and its URL."""

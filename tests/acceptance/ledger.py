@@ -94,11 +94,16 @@ class Ledger:
 
     def wait(self, query, count=1, timeout=30.0, **values):
         """Wait until a query has so many rows; return them."""
+
+        def look():
+            try:
+                found = self.rows(query, **values)
+            except (sa.exc.OperationalError, sa.exc.ProgrammingError):
+                return None  # The tables are still being made, or the server comes back.
+            return len(found) >= count and found
+
         return wait_until(
-            lambda: len(found := self.rows(query, **values)) >= count and found,
-            timeout=timeout,
-            interval=0.05,
-            message=f"{count} rows of {query!r} {values}",
+            look, timeout=timeout, interval=0.05, message=f"{count} rows of {query!r} {values}"
         )
 
     # --- the product's tables -------------------------------------------------------------
@@ -201,6 +206,13 @@ class Ledger:
             assert expected in (None, first), f"{entry}: {first} is out of phase"
             expected = (last or first) + step
         return missing
+
+    def assert_settled(self, before, timeout=30.0):
+        """Whatever was going on comes to its end."""
+        try:
+            wait_until(lambda: not self.unsettled(before), timeout=timeout, interval=0.2)
+        except TimeoutError:
+            assert self.unsettled(before) == [], f"not settled within {timeout:g} s"
 
     def assert_accounted(self, schedule, before):
         """Nothing is lost: each occurrence is committed, or its skip is recorded."""

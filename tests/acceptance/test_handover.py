@@ -72,7 +72,7 @@ def test_rolling_restarts_lose_nothing_and_do_nothing_twice(cluster, ledger, han
     assert ledger.rows("SELECT epoch FROM celery_lease") == [(handovers + 1,)]
 
     stopped_at = ledger.now()
-    wait_until(lambda: not ledger.unsettled(stopped_at), message="what was going on to be settled")
+    ledger.assert_settled(stopped_at)
     ledger.assert_accounted(cluster.schedule, before=stopped_at)
     plain = (
         "SELECT task_id FROM started WHERE entry = 'plain' GROUP BY task_id HAVING COUNT(*) > 1"

@@ -1,0 +1,111 @@
+"""What operators do: probe, embed beat in workers, run large schedules."""
+
+import json
+import os
+import signal
+
+import celery
+import pytest
+
+from tests.acceptance.cluster import MARIADB, POSTGRESQL, RENEW, SQLITE, TAKEOVER, on
+from tests.acceptance.ledger import seconds
+from tests.services import wait_until
+
+
+@on(MARIADB, POSTGRESQL, SQLITE)
+def test_the_probe_tells_a_leader_from_a_lease_that_nobody_holds(cluster):
+    """Red while the leader is frozen and nobody leads, green when the standby does."""
+    cluster.schedule = {"often": {"every": 1.0}}
+    beat_a = cluster.leader("A")
+    beat_b = cluster.standby("B")
+
+    def status():
+        exit_status, said = cluster.celery("lease", "status", "--json")
+        assert exit_status == 0, said
+        [lease] = json.loads(said[said.index("{") :])["leases"]
+        return lease["held"], lease["epoch"], int(lease["holder"].split(":")[1])
+
+    assert status() == (True, 1, beat_a.container.pid)
+    beat_a.kill("SIGSTOP")
+    beat_b.kill("SIGSTOP")  # Else it would lead before the probe can look.
+    cluster.wait_for_expiry()
+    assert status() == (False, 1, beat_a.container.pid)
+    _, said = cluster.celery("lease", "status")
+    assert "nobody leads" in said
+    beat_b.kill("SIGCONT")
+    beat_b.wait_for_log("leads under epoch 2")
+    assert status() == (True, 2, beat_b.container.pid)
+
+
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="beat answers since Celery 5.7")
+@on(POSTGRESQL, MARIADB, SQLITE)
+def test_a_standby_answers_celerys_own_ping(cluster):
+    """Else a rollout would wait for ever for it to become ready."""
+    cluster.schedule = {"often": {"every": 1.0}}
+    for start, name in ((cluster.leader, "a"), (cluster.standby, "b")):
+        beat = start(name, "--enable-remote-control", "--hostname", f"{name}@here")
+        wait_until(
+            lambda name=name: f"{name}@here: OK" in ping(cluster, name),
+            timeout=40,
+            interval=0.5,
+            message=f"the pong of {name}",
+        )
+        assert beat.container.status == "running"
+    assert "leads under" not in beat.logs().partition(" stands by")[0]
+
+
+def ping(cluster, name):
+    """Return what Celery's own probe prints about a beat."""
+    return cluster.celery("inspect", "ping", "--destination", f"{name}@here", "--timeout", "3")[1]
+
+
+@on(POSTGRESQL, MARIADB, SQLITE)
+def test_beats_embedded_in_workers_step_down_and_leave_them_running(cluster, ledger):
+    """Each of three workers has a beat of its own (``-B``); losing the lease ends none of them."""
+    cluster.schedule = {"often": {"every": 1.0}}
+    embedded = ("-B", "--scheduler", "celery_lease:LeasedScheduler")
+    workers = [cluster.worker(name, *embedded, ready=False) for name in ("one", "two", "three")]
+    for worker in workers:
+        worker.ready()
+    ledger.committed("often")
+    leader = cluster.pid_of_leader()
+    [home] = [worker for worker in workers if leader in worker.container.children]
+
+    os.kill(leader, signal.SIGSTOP)
+    frozen_at = ledger.now()
+    assert seconds(ledger.first_claim(2), frozen_at) <= TAKEOVER
+    os.kill(leader, signal.SIGCONT)
+    home.wait_for_log("lost epoch 1 and stands by")
+    assert cluster.pid_of_leader() != leader
+    committed = len(ledger.committed("often"))
+    ledger.committed("often", count=committed + 2)
+    assert leader in home.container.children
+    _, said = cluster.celery("inspect", "ping", "--timeout", "5")
+    assert "3 nodes online" in said
+    for worker in workers:
+        assert worker.container.status == "running"
+    ledger.assert_sound()
+
+
+@on(MARIADB, POSTGRESQL, SQLITE)
+def test_twenty_thousand_entries_delay_no_renewal(cluster, ledger):
+    """Neither when they are stored for the first time nor when a standby loads them."""
+    cluster.schedule = {"often": {"every": 1.0, "task": "plain"}}
+    cluster.many = 20_000
+    beat_a = cluster.leader("A")
+    cluster.standby("B")
+    assert max(ledger.renewals(2)) <= RENEW + 1
+    wait_until(
+        lambda: ledger.number("SELECT COUNT(*) FROM celery_lease_entry") > cluster.many,
+        timeout=60,
+        message="the entries to be stored",
+    )
+    ledger.first_claim(1, timeout=60)
+    _, stopped_at = cluster.stop(beat_a)
+    leads_at = ledger.first_claim(2, timeout=60)
+    print(f"the first claim came {seconds(leads_at, stopped_at):.1f} s after the stop")
+    assert max(ledger.renewals(2)) <= RENEW + 1
+    for node in cluster.nodes:
+        assert "renewed late" not in node.logs()
+        assert "lost epoch" not in node.logs()
+    assert ledger.gaps("often", 1.0) == []
