@@ -71,6 +71,8 @@ class Dispatcher:
     @property
     def retry_in(self) -> float:
         """Seconds until what waits should be tried again."""
+        if not self.waiting and self._unmarked:
+            return BACKOFF[0]
         return max(0.0, self._retry_at - self.elector.clock.now())
 
     def forget(self) -> None:

@@ -72,6 +72,8 @@ class Wishes:
         return Misfire(policy=policy, grace=grace, limit=settings.catch_up_limit)
 
 
+#: Characters that the database keeps of an entry's name.
+LONGEST_NAME = 255
 #: Of an entry that asks for nothing: one for all of them.
 PLAIN = Wishes()
 
@@ -94,6 +96,12 @@ class LeasedEntry(ScheduleEntry):
         wishes: Wishes | None = None,
         **kwargs: Any,
     ) -> None:
+        if name is not None and len(name) > LONGEST_NAME:
+            raise ConfigurationError(
+                f"beat_schedule[{name!r}]: the name is longer than {LONGEST_NAME} characters; "
+                f"shorten it",
+                setting="beat_schedule",
+            )
         given = {key: kwargs.pop(key) for key in _KEYS if key in kwargs}
         super().__init__(name, task, last_run_at, *args, **kwargs)
         self.wishes = Wishes.read(name or "", given) if given else wishes or PLAIN

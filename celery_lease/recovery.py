@@ -16,8 +16,9 @@ from typing import Any
 from celery_lease.dispatch import BATCH, Dispatcher, fields
 from celery_lease.entry import PLAIN, Wishes
 from celery_lease.lease import Term
-from celery_lease.occurrence import Run, RunState
+from celery_lease.occurrence import Occurrence, Run, RunState
 from celery_lease.settings import Settings
+from celery_lease.signals import occurrence_skipped
 
 __all__ = ["Recovery"]
 
@@ -123,6 +124,8 @@ class Recovery:
                 again.append(replace(run, fenced=self._is_fenced(entry)))
         for (state, reason), some in endings.items():
             self._dispatcher.end(term, some, state, reason)
+            if state is RunState.SKIPPED:
+                _announce_skipped(term, some, reason)
         got = self._ledger.reclaim(term, again)
         for run in again:
             if run.id in got:
@@ -162,4 +165,17 @@ class Recovery:
             term.epoch,
             run.attempt + 1,
             extra={"action": "run-again", **fields(term, run)},
+        )
+
+
+def _announce_skipped(term: Term, runs: Sequence[Run], reason: str) -> None:
+    for run in runs:
+        occurrence_skipped.send(
+            sender=term.name,
+            occurrence=Occurrence(
+                lease=term.name, entry=run.entry, due_at=run.due_at, attempt=run.attempt
+            ),
+            reason=reason,
+            count=1,
+            until=run.due_at,
         )

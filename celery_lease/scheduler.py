@@ -13,7 +13,7 @@ from typing import Any
 from celery.backends.base import DisabledBackend
 from celery.beat import Scheduler
 
-from celery_lease.agenda import AGAIN, Agenda, aware, restore
+from celery_lease.agenda import Agenda, aware, restore
 from celery_lease.dispatch import BATCH
 from celery_lease.entry import PLAIN, LeasedEntry
 from celery_lease.errors import ConfigurationError
@@ -143,7 +143,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         wait = self.longest
         if next_due is not None:
             wait = min(wait, max(0.0, (next_due - now).total_seconds()))
-        return min(wait, self.dispatcher.retry_in or AGAIN) if self.dispatcher.busy else wait
+        return min(wait, self.dispatcher.retry_in) if self.dispatcher.busy else wait
 
     def _plan(self, term: Term, now: datetime) -> Batch:
         """Decide about the entries that are due, oldest first."""

@@ -12,6 +12,7 @@ from celery.beat import BeatLazyFunc, Scheduler, Service
 
 from celery_lease.errors import StoreUnavailable
 from celery_lease.publish import Undelivered
+from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.schema import commit_table
 from tests.integration.beats import START, Beat, Cluster, Crash, crash, no_broker
 
@@ -383,9 +384,8 @@ def test_more_lost_track_of_than_fits_into_one_round_is_all_sent(cluster):
     beat.go()
     assert cluster.messages() == []
     beat.before_flush = lambda runs: None
-    for _ in range(4):
-        beat.dispatcher._retry_at = 0.0
-        beat.at(seconds=62).go()
+    beat.dispatcher._retry_at = 0.0
+    beat.at(seconds=62).go()  # as many turns as it takes, and no pause between them
 
     ids = [message.headers["id"] for message in cluster.messages()]
     assert len(ids) == len(set(ids)) == 1200
@@ -432,11 +432,21 @@ def test_a_run_is_sent_again_from_the_entry_as_it_is_now(cluster):
 def test_a_run_of_an_entry_that_is_gone_is_skipped_with_that_reason(cluster):
     """There is nothing to send any more, and somebody may ask why."""
     old = cluster.beat(FENCED)
-    cluster.refuse(published(cluster, old))
+    run = published(cluster, old)
+    cluster.refuse(run)
     old.close()
+    told = []
 
-    cluster.beat({"other": {"schedule": 3600.0}}).at(seconds=70).go()
+    def note(occurrence, reason, **_):
+        told.append((occurrence.run_id, reason))
 
+    occurrence_skipped.connect(note, weak=False)
+    try:
+        cluster.beat({"other": {"schedule": 3600.0}}).at(seconds=70).go()
+    finally:
+        occurrence_skipped.disconnect(note)
+
+    assert told == [(run, "entry removed")]
     assert cluster.messages() == []
     assert cluster.runs("entry", "state", "reason") == [("entry", "skipped", "entry removed")]
 

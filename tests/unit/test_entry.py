@@ -1,0 +1,112 @@
+"""What an entry may ask for in ``beat_schedule``."""
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from celery import Celery
+from celery.beat import ScheduleEntry
+
+from celery_lease.entry import PLAIN, LeasedEntry
+from celery_lease.errors import ConfigurationError
+from celery_lease.occurrence import MisfirePolicy
+from celery_lease.settings import Settings
+
+
+@pytest.fixture
+def app():
+    """An app that no other test sees."""
+    return Celery("entries", set_as_current=False)
+
+
+def entry(app, **keys):
+    """Return an entry as the scheduler makes it."""
+    return LeasedEntry(name="nightly", task="t", schedule=60.0, app=app, **keys)
+
+
+def test_an_entry_that_asks_for_nothing_shares_one_answer(app):
+    """A hundred thousand entries need not carry a hundred thousand of them."""
+    assert entry(app).wishes is PLAIN
+
+
+def test_wishes_are_read_and_the_settings_fill_in_the_rest(app):
+    """An entry knows better than the settings, where it says so."""
+    wishes = entry(app, misfire="all", retry_lost_after=timedelta(minutes=1)).wishes
+
+    misfire = wishes.on_misfire(Settings(grace=30.0, catch_up_limit=7))
+
+    assert (misfire.policy, misfire.grace, misfire.limit) == (MisfirePolicy.ALL, 30.0, 7)
+    assert wishes.retry_lost_after == 60.0
+
+
+def test_a_grace_of_its_own_wins(app):
+    """Zero is a grace too: exactly on time, or not at all."""
+    assert entry(app, grace=0).wishes.on_misfire(Settings(grace=30.0)).grace == 0.0
+
+
+def test_to_skip_what_is_late_allows_for_a_takeover(app):
+    """Without a grace, "late" means later than a failover makes it."""
+    settings = Settings(ttl=40.0, retry_interval=5.0)
+
+    assert entry(app, misfire="skip").wishes.on_misfire(settings).grace == 45.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("misfire", "sometimes"),
+        ("grace", "an hour"),
+        ("grace", -1),
+        ("overlap", "no"),
+        ("fenced", 1),
+        ("overlap_timeout", None.__class__),
+        ("retry_lost_after", True),
+    ],
+)
+def test_a_wish_that_cannot_be_names_entry_and_key(app, key, value):
+    """Among thousands of entries, "misfire is wrong" is no help."""
+    with pytest.raises(ConfigurationError) as told:
+        entry(app, **{key: value})
+
+    assert f"beat_schedule['nightly']['{key}']" in str(told.value)
+
+
+def test_a_name_that_the_database_would_cut_off_is_refused(app):
+    """Two names that agree in their first 255 characters would be one entry."""
+    with pytest.raises(ConfigurationError, match="longer than 255"):
+        LeasedEntry(name="x" * 256, task="t", schedule=60.0, app=app)
+
+
+def test_an_update_takes_the_wishes_too_and_is_counted(app):
+    """Celery merges a changed configuration into the entries that are there."""
+    old, new = entry(app), entry(app, overlap=False)
+    before = LeasedEntry.updates
+
+    old.update(new)
+
+    assert old.wishes.overlap is False
+    assert LeasedEntry.updates == before + 1
+
+
+def test_a_stock_entry_can_be_taken_over(app):
+    """Code that makes plain entries goes on working."""
+    old = entry(app, overlap=False)
+
+    old.update(ScheduleEntry(name="nightly", task="t", schedule=60.0, app=app))
+
+    assert old.wishes is PLAIN
+
+
+def test_the_next_instance_keeps_the_wishes(app):
+    """Celery copies entries by their attributes."""
+    old = entry(app, overlap=False)
+
+    assert next(old).wishes.overlap is False
+
+
+def test_an_entry_begins_by_its_schedules_clock_if_it_has_one(app):
+    """Tests and replays give a schedule a clock of its own."""
+    noon = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    schedule = entry(app).schedule
+    schedule.nowfun = lambda: noon
+
+    assert LeasedEntry(name="e", task="t", schedule=schedule, app=app).last_run_at == noon
