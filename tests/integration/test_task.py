@@ -250,6 +250,7 @@ def test_a_body_that_swallows_the_refusal_is_refused_all_the_same(workshop: Work
         assert workshop.wait(result.id) == "IGNORED"
     assert workshop.lease.outcome(result.id) is None
     assert workshop.result_state(result.id) == "PENDING"
+    assert [each["stage"] for each in workshop.refusals] == ["commit"]
 
 
 def test_a_body_without_a_block_is_refused_when_it_is_settled(workshop: Workshop) -> None:

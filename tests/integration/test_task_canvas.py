@@ -365,17 +365,22 @@ def test_a_replaced_task_in_a_chain_leaves_the_rest_to_the_chain(workshop: Works
     assert workshop.lease.outcome(id_of(workshop, "rest")) == "committed"
 
 
-def test_a_stale_task_publishes_no_replacement(workshop: Workshop) -> None:
-    """It is refused where it would hand its id on."""
+@pytest.mark.parametrize("kind", ["fenced", "plain"])
+def test_a_stale_task_publishes_no_replacement(workshop: Workshop, kind: str) -> None:
+    """It is refused where it would hand its id on, or settle for one that cannot."""
 
     @workshop.task(name="fenced")
     def fenced(self: FencedTask) -> None:
         pass
 
+    @workshop.plain(name="plain")
+    def plain() -> None:
+        pass
+
     @workshop.task(name="parent")
     def parent(self: FencedTask) -> None:
         workshop.lease.depose()
-        raise self.replace(fenced.si())
+        raise self.replace(fenced.si() if kind == "fenced" else plain.si())
 
     with workshop.worker():
         result = workshop.lease.dispatch(parent)
