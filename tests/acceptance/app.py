@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 from celery import Celery, chain, chord, group
 from celery.schedules import crontab
+from celery.signals import worker_process_init
 from sqlalchemy.orm import sessionmaker
 
 from celery_lease import FencedTask
@@ -77,6 +78,13 @@ engine = sa.create_engine(
     connect_args={"timeout": 30} if GIVEN["database"].startswith("sqlite") else {},
 )
 Session = sessionmaker(engine)
+
+
+@worker_process_init.connect
+def forget_connections(**_):
+    """Of the parent process, which notes refusals too: they are not this process's."""
+    engine.dispose(close=False)
+
 
 _here = ContextVar("here", default=None)
 

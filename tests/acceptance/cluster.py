@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -119,6 +120,21 @@ class Cluster:
             env=self.environment(**proxies),
         )
         return self._start(BeatNode(process))
+
+    def beats(self, **options):
+        """Start two beats at once; return the one that leads and the one that stands by."""
+        beats = [self.beat(name, **options) for name in ("A", "B")]
+        wait_until(
+            lambda: {self._standing(beat) for beat in beats} == {"leads under epoch", "stands by"},
+            message="one to lead and one to stand by",
+        )
+        return sorted(beats, key=self._standing)
+
+    @staticmethod
+    def _standing(beat):
+        """Return what a beat says of itself first; nothing yet is an empty text."""
+        said = re.search(r": \S+:\d+:\w+ (leads under epoch|stands by)", beat.logs())
+        return said[1] if said else ""
 
     def leader(self, name, *arguments, epoch=1, **options):
         """Start a beat and wait until it leads."""

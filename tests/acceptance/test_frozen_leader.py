@@ -1,12 +1,14 @@
 """A leader that is frozen and wakes up when another one has taken over.
 
-The freeze is inside a flush, after its trust check: a proxy keeps the bytes that beat A
-has sent, A itself is stopped, and both go on when B has long taken over. The
+The freeze is inside a flush, after its trust check: a proxy keeps the bytes that
+have been sent, A itself is stopped, and both go on when B has long taken over. The
 ``before_task_publish`` signal would be too early: with kombu's batch it fires when a
 message is buffered.
 """
 
 import re
+
+import pytest
 
 from tests.acceptance.cluster import MARIADB, POSTGRESQL, SQLITE, TAKEOVER, on
 from tests.acceptance.ledger import seconds
@@ -19,8 +21,7 @@ def test_what_a_frozen_leader_publishes_late_is_refused(cluster, ledger):
     cluster.schedule = {"often": {"every": 1.0}}
     proxy = cluster.proxy(cluster.pair.broker)
     worker = cluster.worker(ready=False)
-    beat_a = cluster.leader("A", broker=proxy)
-    beat_b = cluster.standby("B")
+    beat_a, beat_b = cluster.beats(broker=proxy)
     ledger.committed("often")
 
     proxy.filter = hold(b"acceptance.guarded")
@@ -46,6 +47,7 @@ def test_what_a_frozen_leader_publishes_late_is_refused(cluster, ledger):
     ledger.assert_sound()
 
 
+@pytest.mark.slow
 @on(MARIADB, POSTGRESQL, SQLITE)
 def test_a_leader_that_wakes_up_with_no_rival_leads_under_a_new_epoch(cluster, ledger):
     """What happened while it slept is not known: an expired lease is not renewed."""

@@ -18,8 +18,7 @@ SCHEDULE = {"long": {}, "often": {"every": 1.0}}
 def start(cluster, point, action):
     """Start beats, then a worker; the run of "long" gets to a point. Return A, B and its id."""
     cluster.points.arm(point, action)
-    beat_a = cluster.leader("A")
-    beat_b = cluster.standby("B")
+    beat_a, beat_b = cluster.beats()
     cluster.worker(concurrency=2, ready=False)
     cluster.points.reached(point)
     [(run_id, _)] = cluster.ledger.started("long")
@@ -80,6 +79,7 @@ def test_a_worker_frozen_in_the_guards_last_round_trip_delays_a_takeover_by_the_
     ledger.assert_sound()
 
 
+@pytest.mark.slow
 @on(MARIADB, POSTGRESQL)
 def test_a_worker_frozen_with_rows_flushed_delays_its_own_row_and_no_takeover(cluster, ledger):
     """It holds the locks of what it wrote, as any transaction does: ``idle=`` limits that."""

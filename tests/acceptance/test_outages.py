@@ -43,10 +43,8 @@ def test_what_was_due_while_the_broker_was_away_is_sent_when_it_is_back(
     """It stays claimed, and goes out under the same id for the same due time."""
     cluster.schedule = {"often": {"every": 1.0}}
     proxy = cluster.proxy(cluster.pair.broker)
-    beat_a = cluster.leader("A", broker=proxy)
-    if leader_changes:
-        beat_b = cluster.standby("B", broker=proxy)
     cluster.worker(ready=False)
+    beat_a, beat_b = cluster.beats(broker=proxy)
     ledger.committed("often")
 
     proxy.refuse()
@@ -88,8 +86,8 @@ def test_without_its_database_a_leader_stands_by_and_recovers_unaided(cluster, l
     """It leads for as long as it may trust what it was last told, and never extends that."""
     cluster.schedule = {"often": {"every": 1.0}, "plain": {"every": 1.0, "task": "plain"}}
     proxy = cluster.proxy(cluster.pair.database)
-    beats = [cluster.leader("A", lease=proxy), cluster.standby("B", lease=proxy)]
     cluster.worker(ready=False)
+    beats = cluster.beats(lease=proxy)
     ledger.committed("often")
 
     getattr(proxy, how)()
@@ -120,6 +118,7 @@ def test_without_its_database_a_leader_stands_by_and_recovers_unaided(cluster, l
     assert ledger.gaps("plain", 1.0) == []
 
 
+@pytest.mark.slow
 @on(MARIADB, POSTGRESQL)
 def test_a_killed_connection_costs_one_warning_at_most_and_not_the_lease(cluster, ledger):
     """A firewall or an administrator may close it at any time."""
@@ -158,6 +157,7 @@ def kill_connections(ledger):
 # --- what cannot be by-passed -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on(POSTGRESQL, MARIADB)
 def test_no_database_means_no_dispatch(cluster, ledger):
     """A beat that cannot ask who leads sends nothing; when it can, it leads."""
@@ -190,8 +190,9 @@ def test_without_tables_or_rights_a_beat_does_not_start(cluster, ledger):
         assert "Traceback" not in beat.logs()
 
 
+@pytest.mark.slow
 @on(POSTGRESQL, MARIADB)
-@pytest.mark.parametrize("what", ["rights", pytest.param("tables", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["rights", "tables"])
 def test_a_leader_that_loses_its_rights_or_tables_stands_by_until_it_has_them_again(
     cluster, ledger, what
 ):

@@ -1,10 +1,13 @@
 """A message that is delivered twice under one epoch."""
 
+import pytest
+
 from tests.acceptance.cluster import MARIADB, POSTGRESQL, SQLITE, on
 from tests.acceptance.ledger import seconds
 from tests.services import wait_until
 
 
+@pytest.mark.slow
 @on(MARIADB)
 def test_a_message_that_came_back_from_a_lost_connection_is_committed_once(cluster, ledger):
     """The broker gives it to another worker while the first one still works on it."""
@@ -25,7 +28,7 @@ def test_a_message_that_came_back_from_a_lost_connection_is_committed_once(clust
 @on(POSTGRESQL, SQLITE)
 def test_a_message_whose_visibility_timeout_passed_is_committed_once(cluster, ledger):
     """A task that takes longer than the timeout runs again beside itself."""
-    timeout = 5
+    timeout = 3
     cluster.conf = {"broker_transport_options": {"visibility_timeout": timeout}}
     cluster.schedule = {"long": {}}
     cluster.points.arm("long.body", "wait")

@@ -19,9 +19,8 @@ def test_the_current_attempts_result_stands_in_every_order(cluster, ledger):
     for entry in cluster.schedule:
         cluster.points.arm(f"{entry}.1.body", "wait")
     cluster.points.arm("stale-first.2.body", "wait")
-    beat_a = cluster.leader("A")
-    cluster.standby("B")
     cluster.worker(concurrency=6, ready=False)
+    beat_a, _ = cluster.beats()
     for entry in cluster.schedule:
         cluster.points.reached(f"{entry}.1.body")
     ids = {entry: ledger.started(entry)[0][0] for entry in cluster.schedule}

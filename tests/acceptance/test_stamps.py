@@ -29,8 +29,8 @@ CHILDREN = {
 def test_everything_that_a_stamped_task_sends_carries_its_stamp(cluster, ledger):
     """Also what the worker's parent process sends, for a task whose process is gone."""
     cluster.schedule = {"fenced": {"task": "family"}, "plain": {"task": "plain_family"}}
-    cluster.leader("A")
     cluster.worker(concurrency=2, ready=False)
+    cluster.beat("A")
 
     for family in cluster.schedule:
         for child, times in CHILDREN.items():

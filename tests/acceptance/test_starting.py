@@ -47,12 +47,12 @@ def test_two_apps_lead_side_by_side_and_two_schedules_under_one_name_are_told(cl
     """One lease for each schedule; where it is forgotten, one schedule silently would not run."""
     cluster.schedule = {"often": {"every": 1.0}}
     cluster.conf = {"beat_lease_name": "one"}
+    cluster.worker(ready=False)
     one = cluster.leader("one")
     cluster.schedule = {"other": {"every": 1.0}}
-    astray = cluster.standby("astray")
+    astray = cluster.beat("astray")
     cluster.conf = {"beat_lease_name": "two"}
-    cluster.leader("two")
-    cluster.worker(ready=False)
+    cluster.beat("two")
 
     ledger.committed("often")
     ledger.committed("other")
