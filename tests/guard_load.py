@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import signal
 import statistics
 import sys
 import threading
@@ -20,7 +21,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.managers import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -99,29 +99,49 @@ def _lock_first(connection: sa.Connection, values: dict[str, Any]) -> Iterator[N
     connection.execute(sa.insert(commit_table).values(**values, at=utcnow()))
 
 
-def _work(url: str, first: bool, shared: Namespace, committed: Any) -> None:
+class Shared:
+    """What the leader tells its workers, in memory that they share."""
+
+    def __init__(self, workers: int) -> None:
+        self.running = _processes.Value("b", 1)
+        #: Everybody meets there before it begins.
+        self.start = _processes.Barrier(workers + 1)
+        self._term = _processes.Array("c", 64)
+
+    @property
+    def term(self) -> tuple[int, str]:
+        """Epoch and uuid of the current term."""
+        epoch, uuid_ = self._term.value.decode().split()
+        return int(epoch), uuid_
+
+    @term.setter
+    def term(self, term: Term) -> None:
+        self._term.value = f"{term.epoch} {term.uuid}".encode()
+
+
+def _work(url: str, first: bool, shared: Shared, committed: Any) -> None:
     engine = sa.create_engine(url, pool_size=1)
     guard = _lock_first if first else _guard_last
     count = 0
-    seen = (0, "")
-    while shared.running:
-        seen = shared.term
-        for _ in range(20):
-            task = str(uuid.uuid4())
-            values = {
-                "task_id": task,
-                "lease": NAME,
-                "epoch": seen[0],
-                "term": seen[1],
-                "execution": task,
-                "outcome": "committed",
-            }
-            try:
-                with engine.begin() as connection, guard(connection, values):
-                    connection.execute(sa.insert(target_table).values(epoch=seen[0]))
-            except (Stale, sa.exc.OperationalError):
-                break  # Ask for the current term.
-            count += 1
+    leader = multiprocessing.parent_process()
+    shared.start.wait(300)
+    while shared.running.value and leader.is_alive():
+        epoch, term = shared.term
+        task = str(uuid.uuid4())
+        values = {
+            "task_id": task,
+            "lease": NAME,
+            "epoch": epoch,
+            "term": term,
+            "execution": task,
+            "outcome": "committed",
+        }
+        try:
+            with engine.begin() as connection, guard(connection, values):
+                connection.execute(sa.insert(target_table).values(epoch=epoch))
+        except Stale:
+            continue  # Ask for the current term.
+        count += 1
     engine.dispose()
     committed.put(count)
 
@@ -135,23 +155,19 @@ def load(url: str, *, workers: int, seconds: float, first: bool) -> Figures:
 
     `first`: with the twin that locks first.
     """
-    with (
-        opened(url, lock_wait=30.0, statement_wait=60.0) as store,
-        _processes.Manager() as manager,
-    ):
+    with opened(url, lock_wait=30.0, statement_wait=60.0) as store:
         target_table.create(store.engine, checkfirst=True)
-        shared, committed = manager.Namespace(), manager.Queue()
-        shared.running = True
-        term = _take_over(store)
-        shared.term = (term.epoch, term.uuid)
+        shared, committed = Shared(workers), _processes.Queue()
+        shared.term = term = _take_over(store)
         crew = [
             _processes.Process(target=_work, args=(url, first, shared, committed))
             for _ in range(workers)
         ]
         for each in crew:
             each.start()
+        shared.start.wait(300)
         # From outside: a takeover that starves does not come back to look at the time.
-        end = threading.Timer(seconds, lambda: setattr(shared, "running", False))
+        end = threading.Timer(seconds, lambda: setattr(shared.running, "value", 0))
         end.start()
         takeovers, renewals = _lead(store, term, shared)
         commits = sum(committed.get(timeout=60) for _ in crew)
@@ -169,11 +185,11 @@ def load(url: str, *, workers: int, seconds: float, first: bool) -> Figures:
         )
 
 
-def _lead(store: SQLLeaseStore, term: Term, shared: Namespace) -> tuple[list[float], list[float]]:
+def _lead(store: SQLLeaseStore, term: Term, shared: Shared) -> tuple[list[float], list[float]]:
     takeovers: list[float] = []
     renewals: list[float] = []
     pause = threading.Event()
-    while shared.running:
+    while shared.running.value:
         pause.wait(PACE / 2)
         began = time.perf_counter()
         store.renew(term, 60)
@@ -184,7 +200,7 @@ def _lead(store: SQLLeaseStore, term: Term, shared: Namespace) -> tuple[list[flo
         term = _take_over(store)
         takeovers.append(time.perf_counter() - began)
         # Only now: so a commit's instant is never earlier than its fence.
-        shared.term = (term.epoch, term.uuid)
+        shared.term = term
     return takeovers, renewals
 
 
@@ -226,6 +242,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--output", type=Path, default=Path("guard-load.json"))
     options = parser.parse_args()
+    # As Ctrl-C: with the servers stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     found: dict[str, dict[str, Any]] = {}
     ok = True
     with PostgreSQL(fsync=True) as postgresql, MariaDB(fsync=True) as mariadb:

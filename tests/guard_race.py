@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -311,6 +312,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=330)
     parser.add_argument("--output", type=Path, default=Path("guard-race.json"))
     options = parser.parse_args()
+    # As Ctrl-C: with the servers stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     found: dict[str, dict[str, int]] = {}
     ok = True
     with PostgreSQL() as postgresql, MariaDB() as mariadb, tempfile.TemporaryDirectory() as folder:

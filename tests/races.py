@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import signal
 import sys
 import tempfile
 import uuid
@@ -135,6 +136,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=Path("races.json"))
     options = parser.parse_args()
+    # As Ctrl-C: with the servers stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sizes = {"processes": options.processes, "rounds": options.rounds}
     with PostgreSQL() as server:
         found = {"postgresql": race(server.create_database(), **sizes)}
