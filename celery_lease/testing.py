@@ -2,14 +2,12 @@
 
 ::
 
-    def test_a_stale_summary_writes_nothing(lease_url, app):
+    def test_a_stale_summary_writes_nothing(lease_url, held_lease):
         app.conf.beat_lease_url = lease_url
-        old = hold(lease_url)
-        old.depose()
-        assert run(summary, under=old).state == "IGNORED"
+        held_lease.depose()
+        assert run(summarise, under=held_lease).state == "IGNORED"
 
-For pytest fixtures ``lease_url`` and ``held_lease``, put
-``pytest_plugins = ["celery_lease.testing.fixtures"]`` into the top ``conftest.py``.
+The two fixtures are in :mod:`celery_lease.fixtures`.
 """
 
 from __future__ import annotations

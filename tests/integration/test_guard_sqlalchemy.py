@@ -148,19 +148,23 @@ def test_a_takeover_in_the_block_turns_its_commit_away(desk: Desk, kind: str) ->
     assert desk.lease.outcome(fence.ticket.task_id) is None
 
 
+@pytest.mark.parametrize("again", ["the same target", "the pool's one connection"])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_refused_connection_returns_to_its_pool_clean(desk: Desk, kind: str) -> None:
+def test_a_refused_connection_is_clean_for_the_next_block(
+    desk: Desk, kind: str, again: str
+) -> None:
     """An exception out of the commit hook alone would leave the transaction open there."""
     stale = desk.fence()
-    with (
-        desk.target(kind) as target,
-        pytest.raises(StaleEpoch),
-        stale.transaction(target) as work,
-    ):
-        new = desk.lease.depose()
-        write(work, 1)
-    with desk.fence(lease=new).transaction(desk.engine) as work:
-        write(work, 2)
+    new = desk.lease.depose()
+    with desk.target(kind) as target:
+        with pytest.raises(StaleEpoch), stale.transaction(target) as work:
+            write(work, 1)
+        if again == "the same target":
+            with desk.fence(lease=new).transaction(target) as work:
+                write(work, 2)
+    if again != "the same target":
+        with desk.fence(lease=new).transaction(desk.engine) as work:
+            write(work, 2)
     assert desk.notes() == [2]
 
 

@@ -1,0 +1,89 @@
+"""The helpers for people's tests, used the way the documentation tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from celery_lease import FencedTask
+from celery_lease.testing import HeldLease, hold, run
+from tests.integration.workshop import Workshop
+from tests.services.base import ROOT
+
+
+def test_a_held_lease_is_nobody_elses(sqlite_url: str) -> None:
+    """Holding it twice is a mistake in a test."""
+    lease = hold(sqlite_url)
+    with pytest.raises(RuntimeError, match="held by"):
+        hold(sqlite_url)
+    lease.close()
+
+
+def test_deposing_gives_the_next_epoch(sqlite_url: str) -> None:
+    """As many takeovers as a test needs."""
+    lease: HeldLease = hold(sqlite_url)
+    epochs = [lease.epoch]
+    for _ in range(2):
+        lease = lease.depose()
+        epochs.append(lease.epoch)
+    assert epochs == [1, 2, 3]
+    lease.close()
+
+
+def test_a_task_runs_under_the_lease_it_is_given(workshop: Workshop) -> None:
+    """Current or deposed."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask, text: str) -> int | None:
+        workshop.write(self, text)
+        return self.epoch
+
+    old = workshop.lease
+    assert run(write, "a", under=old, task_id="a").get() == 1
+    assert old.outcome("a") == "committed"
+    assert old.epoch_of("a") == 1
+    new = old.depose()
+    assert run(write, "b", under=old).state == "IGNORED"
+    assert run(write, "c", under=new).get() == 2
+    assert workshop.notes() == [("a", 1), ("c", 2)]
+
+
+_CONFTEST = 'pytest_plugins = ["celery_lease.fixtures"]\n'
+_TEST = """
+from celery import Celery
+from celery_lease import FencedTask
+from celery_lease.testing import run
+
+app = Celery("theirs")
+
+
+@app.task(base=FencedTask, bind=True)
+def summarise(self):
+    return self.epoch
+
+
+def test_it(lease_url, held_lease):
+    app.conf.beat_lease_url = lease_url
+    assert run(summarise, under=held_lease).get() == 1
+    held_lease.depose()
+    assert run(summarise, under=held_lease).state == "IGNORED"
+"""
+
+
+def test_the_fixtures_work_in_somebody_elses_project(tmp_path: Path) -> None:
+    """Two lines of set-up."""
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    (tmp_path / "test_theirs.py").write_text(_TEST)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
