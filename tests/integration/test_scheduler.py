@@ -371,6 +371,26 @@ def test_a_claim_whose_answer_was_lost_is_read_again(cluster):
     assert cluster.runs("state", "attempt") == [("published", 1)]
 
 
+def test_what_could_not_be_marked_is_marked_later_and_not_sent_again(cluster):
+    """The broker has it: a database that was away for the mark costs no second message."""
+    beat = cluster.beat().go()
+    ledger = beat.dispatcher.ledger
+    mark = ledger.mark
+
+    def away(term, ids):
+        raise StoreUnavailable("server closed the connection unexpectedly")
+
+    ledger.mark = away
+    assert beat.at(seconds=61).tick() <= 1.0, "and soon"
+    assert cluster.runs("state") == [("claimed",)]
+
+    ledger.mark = mark
+    beat.go()
+
+    assert len(cluster.messages()) == 1
+    assert cluster.runs("state", "attempt") == [("published", 1)]
+
+
 def test_more_lost_track_of_than_fits_into_one_round_is_all_sent(cluster):
     """Broker away, then the database: the ledger is read again, in bounded rounds."""
     schedule = {f"e{each:04d}": {"schedule": 60.0} for each in range(1200)}
