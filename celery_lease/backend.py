@@ -79,22 +79,24 @@ class GuardedBackend:
         task: The fenced task.
     """
 
-    __slots__ = ("_real", "_task")
-
     def __init__(self, real: Any, task: Any) -> None:
-        self._real = real
+        #: The backend that is guarded.
+        self.real = real
         self._task = task
+        # What every task asks for; __getattr__ takes longer.
+        self.mark_as_done = real.mark_as_done
+        self.process_cleanup = real.process_cleanup
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # isinstance() is about the real one.
-        return type(self._real)
+        return type(self.real)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        return getattr(self.real, name)
 
     def __reduce__(self) -> Any:
-        return self._real.__reduce__()
+        return self.real.__reduce__()
 
     def store_result(
         self,
@@ -107,7 +109,7 @@ class GuardedBackend:
     ) -> Any:
         """Store STARTED or a custom state, if the request is current."""
         if self._may_report(task_id, request):
-            return self._real.store_result(
+            return self.real.store_result(
                 task_id, result, state, traceback=traceback, request=request, **kwargs
             )
         return result
@@ -117,7 +119,7 @@ class GuardedBackend:
     ) -> Any:
         """Store RETRY, if the request is current."""
         if self._may_report(task_id, request):
-            return self._real.mark_as_retry(
+            return self.real.mark_as_retry(
                 task_id, exc, traceback=traceback, request=request, **kwargs
             )
         return None
@@ -136,7 +138,7 @@ class GuardedBackend:
         return self._end(
             request,
             "failed",
-            lambda errbacks: self._real.mark_as_failure(
+            lambda errbacks: self.real.mark_as_failure(
                 task_id,
                 exc,
                 traceback=traceback,
@@ -154,7 +156,7 @@ class GuardedBackend:
         return self._end(
             request,
             "expired" if reason == "expired" else "revoked",
-            lambda _: self._real.mark_as_revoked(task_id, reason, request, *args, **kwargs),
+            lambda _: self.real.mark_as_revoked(task_id, reason, request, *args, **kwargs),
         )
 
     def _may_report(self, task_id: str, request: Any) -> bool:
@@ -220,10 +222,10 @@ class GuardedBackend:
     def _has_result(self, task_id: str) -> bool:
         """Return whether the task's end is in the result store; in doubt, it is."""
         # Results of rpc:// lie in the caller's queue.
-        if isinstance(self._real, RPCBackend):
+        if isinstance(self.real, RPCBackend):
             return True
         try:
-            return self._real.get_state(task_id) in states.READY_STATES
+            return self.real.get_state(task_id) in states.READY_STATES
         except Exception:  # noqa: BLE001 - any backend's, and nothing may be raised here
             return True
 

@@ -74,6 +74,8 @@ class FencedTask(_Task):
     #: message is published again, to be tried later.
     lease_patience: float = 3.0
 
+    _guarded_backend: GuardedBackend | None = None
+
     @classmethod
     def on_bound(cls, app: Celery) -> None:
         """Refuse what would by-pass the fence; install what it needs.
@@ -105,6 +107,9 @@ class FencedTask(_Task):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body behind the fence if the message is stamped."""
         request = self.request
+        # First what most calls are: this line is all that an unstamped one pays for.
+        if not (request.stamps or request.is_eager or request.called_directly):
+            return self._run_unfenced(*args, **kwargs)
         if request.called_directly or _is_running(request):
             if self.require_epoch and _running.get() is None:
                 raise self._missing_epoch()
@@ -113,10 +118,7 @@ class FencedTask(_Task):
         if stamp is None and request.is_eager and self.inherit_epoch:
             stamp = enclosing_stamp()
         if stamp is None:
-            if self.require_epoch:
-                raise self._missing_epoch()
-            with _behind(None):
-                return self.run(*args, **kwargs)
+            return self._run_unfenced(*args, **kwargs)
         _mark_running(request)
         fence = self._admit(request, stamp)
         with _behind(fence):
@@ -127,6 +129,15 @@ class FencedTask(_Task):
                 raise
             self._ended(fence, request, stamp, None)
             return result
+
+    def _run_unfenced(self, *args: Any, **kwargs: Any) -> Any:
+        if self.require_epoch:
+            raise self._missing_epoch()
+        if _running.get() is None:
+            return self.run(*args, **kwargs)
+        # Called eagerly by a fenced body whose stamp it must not inherit.
+        with _behind(None):
+            return self.run(*args, **kwargs)
 
     def _admit(self, request: Any, stamp: Stamp) -> TaskFence:
         """Ask, before the body, whether the message is current.
@@ -200,7 +211,7 @@ class FencedTask(_Task):
                 refuse(self, request, stamp.epoch, error, stage)
                 # A child's id belongs to one attempt: chord, chain and get() wait for an end.
                 ignored = request.ignore_result or self.ignore_result
-                self._real_backend.mark_as_failure(
+                self.backend.real.mark_as_failure(
                     request.id,
                     error,
                     request=request,
@@ -292,20 +303,23 @@ class FencedTask(_Task):
     @property
     def backend(self) -> Any:
         """The result backend, which stores nothing that a stale attempt reports."""
-        return GuardedBackend(self._real_backend, self)
+        real = self._backend
+        if real is None:
+            real = self.app.backend
+        guarded = self._guarded_backend
+        # Each thread has a backend of its own.
+        if guarded is None or guarded.real is not real:
+            guarded = self._guarded_backend = GuardedBackend(real, self)
+        return guarded
 
     @backend.setter
     def backend(self, value: Any) -> None:
         self._backend = value
 
-    @property
-    def _real_backend(self) -> Any:
-        return self.app.backend if self._backend is None else self._backend
-
     def AsyncResult(self, task_id: str, **kwargs: Any) -> Any:  # noqa: N802 - Celery's name
         """Return the result of a call: readers need no guard."""
         return self.app.AsyncResult(
-            task_id, backend=self._real_backend, task_name=self.name, **kwargs
+            task_id, backend=self.backend.real, task_name=self.name, **kwargs
         )
 
     def _missing_epoch(self) -> MissingEpoch:
