@@ -27,7 +27,7 @@ _KEYS = ("lease_name", "lease_epoch", "lease_term", "lease_run")
 _ORIGIN = "lease_origin"
 
 # Not in Celery's type stubs.
-_task_stack: Any = _state._task_stack  # type: ignore[attr-defined]
+_task_stack: Any = _state._task_stack  # type: ignore[attr-defined]  # noqa: SLF001
 
 #: What the worker's parent process publishes has no current task: the stamp it is lent.
 _lent: ContextVar[Stamp | None] = ContextVar("celery_lease_lent", default=None)
