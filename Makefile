@@ -33,7 +33,7 @@ bench: $(VENV)/.tox  ## Run the benchmarks (ARGS goes to them)
 
 clean:  ## Remove the environments and what tools left behind
 	@echo "Removing .venv, .tox, caches and build results"
-	@rm -rf $(VENV) .tox .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	@rm -rf $(VENV) .tox .coverage .coverage.* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
