@@ -1,8 +1,18 @@
 """The cluster of processes that a test starts, on a pair of database and broker."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.acceptance.cluster import Cluster, make_pair
+
+
+def pytest_collection_modifyitems(items):
+    """Give these tests more time: they wait for terms to expire, and the first one for servers."""
+    for item in items:
+        here = Path(__file__).parent in item.path.parents
+        if here and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(240))
 
 
 @pytest.fixture
