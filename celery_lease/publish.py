@@ -131,6 +131,7 @@ class Publisher:
                 max_retries=retries, interval_start=0, interval_step=0, timeout=self._timeout
             )
             self._producer = self._producer_class(connection, auto_declare=False)
+            self._producer.maybe_declare = _Declared(self._producer.maybe_declare)
             if connection.transport.driver_type == "amqp":
                 self._confirms = _Confirms(self._producer.channel)
         return self._producer
@@ -148,6 +149,27 @@ class Publisher:
             names = ("read_timeout", "write_timeout")
             options["confirm_publish"] = False  # confirmed by the flush, not one by one
         return {**{each: self._timeout for each in names if each not in given}, **options}
+
+
+class _Declared:
+    """Declares each queue once a connection.
+
+    kombu knows that a queue was declared, but copies it for each message to find out:
+    a tenth of what a message costs.
+    """
+
+    def __init__(self, declare: Callable[..., Any]) -> None:
+        self._declare = declare
+        #: By id, and kept, so that no other queue gets the same one.
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, entity: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(entity) in self._known:
+            return False
+        declared = self._declare(entity, *args, **kwargs)
+        if getattr(entity, "can_cache_declaration", False):
+            self._known[id(entity)] = entity
+        return declared
 
 
 class _Nacked(OSError):

@@ -173,6 +173,31 @@ def test_a_third_party_that_is_away_is_not_the_messages_fault(broker_url):
     assert (told.value.turned_away, told.value.lasting) == (True, False)
 
 
+def test_a_queue_is_declared_once_for_each_connection(broker_url):
+    """Again for a new connection: the broker may have been replaced. Never kept: auto-delete."""
+    _, broker = publisher(broker_url)
+    lasting = Queue("lasting", Exchange(""), routing_key="lasting")
+    passing = Queue("passing", Exchange(""), routing_key="passing", auto_delete=True)
+    asked = []
+
+    def flush():
+        with broker.flush() as producer:
+            declared = producer.maybe_declare
+            declare = declared._declare
+            declared._declare = lambda entity, *args, **kwargs: (
+                asked.append(entity.name) or declare(entity, *args, **kwargs)
+            )
+            for queue in (lasting, passing) * 2:
+                producer.publish("message", routing_key=queue.name, declare=[queue])
+
+    flush()
+    assert asked == ["lasting", "passing", "passing"]
+    broker.close()
+    flush()
+    assert asked.count("lasting") == 2
+    broker.close()
+
+
 @pytest.mark.rabbitmq
 def test_a_channel_closed_in_a_flush_means_that_a_message_is_to_blame(rabbitmq_url):
     """An unknown exchange: AMQP tells it later, by closing the channel for all."""
