@@ -107,7 +107,7 @@ def test_occurrences_go_forward_and_are_distinct_around_a_clock_change(kind, cha
 @pytest.mark.parametrize("zone", ZONES)
 @pytest.mark.parametrize("change", [(2026, 3, 28), (2026, 10, 24)])
 def test_an_interval_is_exact_around_a_clock_change(change, zone):
-    """"Every 10 minutes" is a length of time, whatever the clocks on the walls do."""
+    """Ten minutes are a length of time, whatever the clocks on the walls do."""
     schedule = schedules.schedule(timedelta(minutes=10), app=app_in(zone))
     start = datetime(*change, tzinfo=UTC)
 
