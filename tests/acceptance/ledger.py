@@ -128,6 +128,16 @@ class Ledger:
         query = "SELECT claimed_at FROM celery_lease_run WHERE epoch = :epoch ORDER BY claimed_at"
         return self.wait(query, timeout=timeout, epoch=epoch)[0][0]
 
+    def next_claim(self, after, timeout=30.0):
+        """Wait until a leader has claimed something after then; return when it first did."""
+        claims = "SELECT claimed_at FROM celery_lease_run"
+        later = wait_until(
+            lambda: [at for (at,) in self.rows(claims) if at > after],
+            timeout=timeout,
+            message=f"a claim after {after}",
+        )
+        return min(later)
+
     def committed(self, entry, count=1, timeout=30.0):
         """Wait until an entry has so many committed runs; return (id, epoch, due_at) of all."""
         return self.wait(

@@ -106,10 +106,11 @@ def test_without_its_database_a_leader_stands_by_and_recovers_unaided(cluster, l
     back_at = ledger.now()
     proxy.resume()
 
-    assert seconds(ledger.first_claim(2), back_at) <= TTL + 2 * RETRY + 1
+    assert seconds(ledger.next_claim(back_at), back_at) <= TTL + 2 * RETRY + 1
     status, said = cluster.celery("lease", "status", "--json", lease=proxy)
     [lease] = json.loads(said[said.index("{") :])["leases"]
-    assert (status, lease["held"], lease["epoch"]) == (0, True, 2)
+    # A grant that hung on its way may arrive too late: that epoch is nobody's.
+    assert (status, lease["held"], lease["epoch"] > 1) == (0, True, True)
     last = "SELECT MAX(claimed_at) AS last_at FROM celery_lease_run WHERE epoch = 1"
     assert seconds(ledger.number(last), away_at) <= TTL - MARGIN
     ledger.assert_settled(away_at)
