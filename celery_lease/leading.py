@@ -127,9 +127,13 @@ class LeaseMixin(LeasedSends):
 
         Returns:
             Seconds until the next call.
+
+        Raises:
+            SystemExit: Beat was told to end. The signal handler raised it before, but
+                Python drops what is raised inside a callback of its garbage collector.
         """
         if self._closed:
-            return self.longest
+            raise SystemExit
         self._ticking = True
         wait = PAUSE
         try:
@@ -145,6 +149,8 @@ class LeaseMixin(LeasedSends):
             logger.exception("lease %r: beat could not do its turn", self.settings.name)
         finally:
             self._ticking = False
+        if self._closing:
+            raise SystemExit
         self.elector.progress(wait)
         return wait
 

@@ -6,7 +6,9 @@ what was asked.
 
 import os
 import signal
+import threading
 import time
+import weakref
 from pathlib import Path
 
 from tests.services import wait_until
@@ -31,9 +33,22 @@ def pass_point(name):
         os._exit(9)
     elif action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "be told to end in vain":
+        _be_told_to_end_in_vain()
     elif action == "wait":
         while not (directory / f"{name}.released").exists():
             time.sleep(0.02)
+
+
+def _be_told_to_end_in_vain():
+    """Get a SIGTERM in a callback of the garbage collector: Python drops what its handler raises.
+
+    By chance this happens to any process that allocates while the signal comes.
+    """
+    thing = threading.Event()
+    callback = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del thing
+    assert callback() is None
 
 
 class Points:
@@ -44,7 +59,7 @@ class Points:
         self.directory.mkdir()
 
     def arm(self, name, action):
-        """Have the first process that passes wait, stop (by SIGSTOP) or exit there."""
+        """Have the first process that passes wait, stop (by SIGSTOP), exit… there."""
         for old in self.directory.glob(f"{name}.*"):
             old.unlink()
         (self.directory / "new").write_text(action)

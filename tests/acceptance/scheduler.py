@@ -5,10 +5,15 @@ from tests.acceptance.points import pass_point
 
 
 class StoppingScheduler(LeasedScheduler):
-    """Passes points after the claim and before the mark."""
+    """Passes points after the claim, before the mark, and between ticks."""
 
     def flush(self, sendings):
         """Give the broker messages."""
         pass_point("claimed")
         super().flush(sendings)
         pass_point("published")
+
+    def should_sync(self):
+        """Be asked between two ticks."""
+        pass_point("between ticks")
+        return super().should_sync()

@@ -77,3 +77,18 @@ def test_rolling_restarts_lose_nothing_and_do_nothing_twice(cluster, ledger, han
     )
     assert ledger.rows(plain) == [], "no plain task was sent twice either"
     ledger.assert_sound()
+
+
+@on(SQLITE, POSTGRESQL, MARIADB)
+@pytest.mark.parametrize("point", ["published", "between ticks"])
+def test_a_sigterm_whose_exception_is_lost_ends_beat_all_the_same(cluster, ledger, point):
+    """Python drops what a signal handler raises inside a callback of the garbage collector."""
+    cluster.schedule = {"often": {"every": 1.0}}
+    beat = cluster.leader("A")
+    ledger.first_claim(1)
+    cluster.points.arm(point, "be told to end in vain")
+    cluster.points.reached(point)
+
+    assert beat.container.wait(15) == 0
+    assert "SystemExit" in beat.logs(), "it was lost"
+    assert ledger.rows("SELECT ended FROM celery_lease_term") == [("released",)]

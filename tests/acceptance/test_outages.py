@@ -133,7 +133,9 @@ def test_a_killed_connection_costs_one_warning_at_most_and_not_the_lease(cluster
     assert max(ledger.renewals(3)) <= 2 * RETRY + 1
     claimed = ledger.number("SELECT COUNT(*) FROM celery_lease_run")
     ledger.wait("SELECT id FROM celery_lease_run", count=claimed + 2)
-    warnings = [line for line in beat.logs()[quiet:].splitlines() if "WARNING" in line]
+    said = beat.logs()[quiet:].splitlines()
+    # A claim that broke off may leave an occurrence late, which is told as well.
+    warnings = [line for line in said if "WARNING" in line and "skipped, due" not in line]
     assert len(warnings) <= 1, "\n".join(warnings)
     assert ledger.epoch() == 1
     assert ledger.gaps("often", 1.0) == []
