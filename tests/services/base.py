@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import psutil
 import sqlalchemy as sa
 
+from tests.services.guardian import GUARDIAN
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -228,12 +230,14 @@ class Service:
                 start_new_session=True,
                 **self._identity(),
             )
+        GUARDIAN.watch(self.process.pid, self.directory)
         try:
             wait_until(self._settled, timeout=self.start_timeout, message=f"{self.name} to answer")
         except TimeoutError as error:
             self.kill()
             raise ServiceFailed(f"{error}\n{self._last_words()}") from None
         if not self.running:
+            GUARDIAN.forget(self.process.pid)
             raise ServiceFailed(f"{self.name} ended at its start\n{self._last_words()}")
 
     def _settled(self) -> bool:
@@ -331,6 +335,7 @@ class Service:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self.name} did not end within {timeout:g} s") from None
         wait_until(lambda: not any(map(alive, tree)), timeout=timeout, message="its children")
+        GUARDIAN.forget(self.process.pid)
 
     def _must_be_ours(self) -> None:
         if self.external:

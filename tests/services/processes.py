@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tests.services.base import ROOT, alive, freeze_tree, process_tree, signal_all, wait_until
+from tests.services.guardian import GUARDIAN, family
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,6 +106,7 @@ class CeleryProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
                 start_new_session=True,
             )
+        GUARDIAN.watch(self.pid)
         return self
 
     @property
@@ -212,7 +214,7 @@ class CeleryProcess:
         """End it and its children: thaw, SIGTERM, and SIGKILL for what is left after `timeout`."""
         if self.process is None:
             return
-        group = self._group()
+        group = family(self.pid)
         if self.status == "running":
             signal_all(group, signal.SIGCONT)
             self.process.terminate()
@@ -221,9 +223,10 @@ class CeleryProcess:
             except subprocess.TimeoutExpired:
                 pass  # by force, then
         # The group outlives its leader: the children of a killed worker are in it.
-        signal_all(group := [*group, *self._group()], signal.SIGKILL)
+        signal_all(group := group | family(self.pid), signal.SIGKILL)
         self.process.wait(10)
         wait_until(lambda: not any(map(alive, group)), message=f"the end of {self.name}'s group")
+        GUARDIAN.forget(self.pid)
 
     def teardown(self) -> None:
         """End it; the log stays."""
@@ -245,16 +248,6 @@ class CeleryProcess:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.status}>"
-
-    def _group(self) -> list[psutil.Process]:
-        members = []
-        for process in psutil.process_iter():
-            try:
-                if os.getpgid(process.pid) == self.pid:
-                    members.append(process)
-            except ProcessLookupError:
-                pass  # gone while we looked
-        return members
 
     def _begin_of_text(self) -> int:
         return len(self.log.read_bytes()[: self._begin].decode(errors="replace"))

@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 import amqp
 
 from tests.services.base import Service, ServiceMissing, free_port
+from tests.services.guardian import GUARDIAN
 
 # First the real scripts: what Debian has on PATH changes the user and drops the environment.
 _PATH = os.pathsep.join(("/usr/lib/rabbitmq/bin", os.environ.get("PATH", os.defpath), "/usr/sbin"))
@@ -104,6 +105,7 @@ class RabbitMQ(Service):
                 start_new_session=True,
                 **self._identity(),
             )
+            GUARDIAN.watch(self.epmd.pid)
         super()._launch()
 
     def stop(self) -> None:
@@ -113,6 +115,7 @@ class RabbitMQ(Service):
         if self.epmd is not None:
             self.epmd.kill()
             self.epmd.wait()
+            GUARDIAN.forget(self.epmd.pid)
             self.epmd = None
         super().stop()
 

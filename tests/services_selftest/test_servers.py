@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import kombu
 import psutil
@@ -121,6 +122,34 @@ def test_a_stopped_server_leaves_nothing_behind(cls, private):
     assert not any(map(alive, family))
     assert not directory.exists()
     server.stop()
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+from tests.services import Redis
+from tests.services.processes import CeleryProcess
+
+sleeper = CeleryProcess("sleeper", ["sleep", "600"], directory=Path(sys.argv[1])).start()
+with Redis() as server:
+    print(server.directory, server.pid, sleeper.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.redis
+def test_a_killed_run_leaves_nothing_behind(private, tmp_path):
+    """Nobody cleans up after SIGKILL but somebody else."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with run:
+        directory, *pids = run.stdout.readline().split()
+        family = [psutil.Process(int(pid)) for pid in pids]
+        assert all(map(alive, family))
+        run.kill()
+    wait_until(lambda: not any(map(alive, family)))
+    wait_until(lambda: not Path(directory).exists())
 
 
 @pytest.mark.postgresql
