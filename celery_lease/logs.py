@@ -80,7 +80,9 @@ def _equip(logger: logging.Logger | None = None, **_: Any) -> None:
         tagged = _TAGGED.get(getattr(old, "_fmt", None) or "")
         if old is not None and tagged is not None:
             options = {"use_color": old.use_color} if hasattr(old, "use_color") else {}
-            handler.setFormatter(type(old)(tagged, datefmt=old.datefmt, **options))
+            new = type(old)(tagged, **options)
+            new.datefmt = old.datefmt  # No argument for it before Celery 5.6.
+            handler.setFormatter(new)
 
 
 #: How loudly each transition is told.

@@ -190,8 +190,11 @@ class Story:
 
     def play(self) -> None:
         """Play it from the first lease to the last commit."""
-        for name in ("worker 1", "worker 2", "beat A"):
-            self.start(name)
+        # One after the other: on SQLite each would make the broker's tables and queues.
+        for name in ("worker 1", "worker 2"):
+            worker = self.start(name)
+            self.wait_for(f"{name} to be ready", lambda worker=worker: " ready." in worker.text())
+        self.start("beat A")
         self.wait_for("epoch 1", lambda: self.rows("SELECT 1 FROM celery_lease_term"))
         self.tell("beat A leads under epoch 1")
         self.start("beat B")
