@@ -11,6 +11,12 @@ import signal
 from pathlib import Path
 
 
+def armed(point: str) -> bool:
+    """Return whether the story asks for a stop at this point."""
+    directory = os.environ.get("EXAMPLE_FREEZE_DIR")
+    return bool(directory) and Path(directory, f"{point}.armed").exists()
+
+
 def freeze_here(point: str, detail: str = "") -> None:
     """Stop this process here if the story asked for it; it goes on at SIGCONT.
 
@@ -21,9 +27,9 @@ def freeze_here(point: str, detail: str = "") -> None:
     directory = os.environ.get("EXAMPLE_FREEZE_DIR")
     if not directory:
         return
-    armed, taken = Path(directory, f"{point}.armed"), Path(directory, f"{point}.taken")
+    order, taken = Path(directory, f"{point}.armed"), Path(directory, f"{point}.taken")
     try:
-        armed.rename(taken)  # Only one process can.
+        order.rename(taken)  # Only one process can.
     except FileNotFoundError:
         return
     note = Path(directory, f"{point}.note")
