@@ -81,7 +81,7 @@ class MariaDB(DatabaseService):
             )
             with connection, connection.cursor() as cursor:
                 return cursor.execute("SELECT 1") == 1
-        except pymysql.err.OperationalError:
+        except pymysql.OperationalError:  # not pymysql.err: a MySQLdb made of it replaces that
             return False
 
     def version(self) -> str:
