@@ -5,27 +5,15 @@ from datetime import timedelta
 import pytest
 
 from tests.integration.beats import START, Cluster, no_broker
+from tests.integration.django_project import set_up
 
 pytest.importorskip("django_celery_beat")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def project(tmp_path_factory):
-    """Set up Django once: its settings are the process's."""
-    import django
-    from django.conf import settings
-    from django.core.management import call_command
-
-    path = tmp_path_factory.mktemp("django") / "django.sqlite3"
-    settings.configure(
-        INSTALLED_APPS=["django.contrib.contenttypes", "django_celery_beat"],
-        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}},
-        USE_TZ=True,
-        SECRET_KEY="test",
-        DEFAULT_AUTO_FIELD="django.db.models.AutoField",
-    )
-    django.setup()
-    call_command("migrate", verbosity=0)
+def project():
+    """Have Django set up."""
+    set_up()
     yield
     from django.db import connections
 

@@ -11,22 +11,18 @@ import sqlalchemy as sa
 
 from celery_lease.errors import AlreadySettled, MissingFence, StaleEpoch, UnsafeTransaction
 from celery_lease.guards.fence import Unfenced
+from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
 
-pytest.importorskip("django")
+pytest.importorskip("django_celery_beat")
 
 _ENGINES = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def project() -> None:
-    """Set up Django, unless another module has."""
-    import django
-    from django.conf import settings
-
-    if not settings.configured:
-        settings.configure(DATABASES={}, USE_TZ=True)
-        django.setup()
+    """Have Django set up, with a driver for MariaDB."""
+    set_up()
     try:
         import MySQLdb  # noqa: F401
     except ImportError:
