@@ -6,13 +6,22 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
-from celery.signals import worker_init
+from celery.signals import worker_init, worker_process_init
 
 from celery_lease import FencedTask
 from celery_lease.signals import task_refused
 from example_project.app import app
 from example_project.freezing import freeze_here
-from example_project.models import UTC, Document, Maintenance, Refusal, Session, Summary, prepare
+from example_project.models import (
+    UTC,
+    Document,
+    Maintenance,
+    Refusal,
+    Session,
+    Summary,
+    engine,
+    prepare,
+)
 
 
 @app.task(base=FencedTask, bind=True, name="documents.summarise")
@@ -62,3 +71,9 @@ def note_refusal(sender: Any = None, **what: Any) -> None:
 def prepare_tables(**_: Any) -> None:
     """Have tables and documents before the first task."""
     prepare()
+
+
+@worker_process_init.connect
+def forget_connections(**_: Any) -> None:
+    """Leave the parent's connections to the parent: both processes hear of refusals."""
+    engine.dispose(close=False)
