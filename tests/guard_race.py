@@ -24,6 +24,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout  # its own kind before Python 3.11
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -262,7 +263,7 @@ class Race:
         try:
             with self.twin(old) as connection:
                 overtaking = self.threads.submit(self.overtake)
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(FutureTimeout):
                     overtaken.extend(overtaking.result(OVERTAKING))
                 self.write(connection, old)
         except (StaleEpoch, sa.exc.OperationalError):
