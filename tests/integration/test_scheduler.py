@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import celery
 import pytest
@@ -627,6 +629,29 @@ def test_closing_twice_is_closing_once(cluster):
     assert beat.store.read("celery").holder is None
     with pytest.raises(SystemExit):
         beat.tick()  # Else a beat whose exit was lost would live on and send nothing.
+
+
+@pytest.mark.parametrize("broker", ["redis_url", "rabbitmq_url"])
+def test_closing_leaves_no_connection_open(request, anywhere, broker):
+    """What stays open on a server counts against its limit until the process has ended."""
+    before = open_sockets()
+    beat = anywhere.beat(broker_url=request.getfixturevalue(broker))
+    beat.at(seconds=61).go()
+    assert anywhere.runs("state") == [("published",)]
+    assert open_sockets() - before
+
+    beat.close()
+
+    assert not open_sockets() - before
+
+
+def open_sockets():
+    """Return this process's sockets, as the kernel names them."""
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the directory itself was open while it was read
+            found.add(os.readlink(each))
+    return {each for each in found if each.startswith("socket:")}
 
 
 def test_a_close_inside_a_tick_only_takes_note(cluster):
