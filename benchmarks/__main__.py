@@ -89,7 +89,7 @@ def compare(
                 if far:
                     port = int(url.rsplit(":", 1)[1].split("/")[0])
                     proxy = stack.enter_context(TCPProxy(port))
-                    proxy.delay(FAR / 2)  # each way
+                    proxy.delay(FAR)
                     environment["BENCH_BROKER"] = url.replace(str(port), str(proxy.port))
                 result = measure("dispatch", each, n, **environment)
             rates[each] = checked(result, complete=each in ("bare", "lease"))
