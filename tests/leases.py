@@ -34,14 +34,16 @@ def holder(nonce: str = "0") -> Holder:
     return Holder(host="host", pid=1, nonce=nonce, info={"host": "host"})
 
 
-def take(store: SQLLeaseStore, who: str = "a", *, ttl: float = 30.0) -> Term | Lease:
+def take(
+    store: SQLLeaseStore, who: str = "a", *, ttl: float = 30.0, name: str = NAME
+) -> Term | Lease:
     """Ask for the lease."""
-    return store.acquire(NAME, holder(who), ttl, str(uuid.uuid4()))
+    return store.acquire(name, holder(who), ttl, str(uuid.uuid4()))
 
 
-def grant(store: SQLLeaseStore, who: str = "a", *, ttl: float = 30.0) -> Term:
+def grant(store: SQLLeaseStore, who: str = "a", *, ttl: float = 30.0, name: str = NAME) -> Term:
     """Take the lease, which must be free or expired."""
-    answer = take(store, who, ttl=ttl)
+    answer = take(store, who, ttl=ttl, name=name)
     assert isinstance(answer, Term), f"not granted: {answer}"
     return answer
 

@@ -650,7 +650,7 @@ def open_sockets():
     found = set()
     for each in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the directory itself was open while it was read
-            found.add(os.readlink(each))
+            found.add(str(each.readlink()))
     return {each for each in found if each.startswith("socket:")}
 
 
