@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import click
 
 from celery_lease import canary
-from celery_lease.elector import Action, Elector, Transition
+from celery_lease.elector import Elector
 from celery_lease.errors import CeleryLeaseError, ConfigurationError, StoreUnavailable
 from celery_lease.lease import MAX_EPOCH, Holder, Lease, TermRecord
 from celery_lease.settings import Settings, duration
 from celery_lease.stores import ddl
 from celery_lease.stores.dialects import is_certainly_wrong, masked
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.transition import Action, Transition
 
 __all__ = ["lease"]
 

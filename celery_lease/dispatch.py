@@ -200,7 +200,15 @@ class Dispatcher:
         except StoreError as error:
             self._unmarked = ids
             logger.warning(
-                "lease %r: %d published runs are not marked yet: %s", term.name, len(ids), error
+                "lease %r: %d published runs are not marked yet: %s",
+                term.name,
+                len(ids),
+                error,
+                extra={
+                    "action": "runs-unmarked",
+                    "lease_name": term.name,
+                    "lease_epoch": term.epoch,
+                },
             )
 
     def _fail(self, term: Term, runs: Sequence[Run], failed: dict[str, str]) -> None:

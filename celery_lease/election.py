@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from celery_lease.elector import Action, Elector, Transition
+from celery_lease.elector import Elector
 from celery_lease.errors import StoreContention, StoreUnavailable
 from celery_lease.guards.sqlalchemy import Guard, guarded
+from celery_lease.journal import TransitionLog
 from celery_lease.lease import Holder, Term
 from celery_lease.settings import Settings
 from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.transition import Action, Transition
 
 __all__ = ["LeaderElection", "Leadership"]
 
@@ -196,7 +198,12 @@ class LeaderElection:
                 if elector.campaign():
                     return elector.check()
             except (StoreUnavailable, StoreContention) as error:
-                logger.warning("the lease database does not answer: %s", error)
+                logger.warning(
+                    "lease %r: the lease database does not answer: %s",
+                    self.settings.name,
+                    error,
+                    extra={"action": "lease-unavailable", "lease_name": self.settings.name},
+                )
             wait = elector.next_try()
             if end is not None:
                 left = end - time.monotonic()
@@ -207,21 +214,15 @@ class LeaderElection:
 
 
 class _Once:
-    """Calls back when a term that was started is over, once."""
+    """Tells transitions, and calls back when a term that was started is over, once."""
 
     def __init__(self, callback: Callable[[], None] | None) -> None:
         self.armed = False
         self._callback = callback
+        self._tell = TransitionLog(logger)
 
     def observe(self, transition: Transition) -> None:
-        logger.info(
-            "lease %r: %s %s under epoch %s%s",
-            transition.name,
-            transition.holder,
-            transition.action.value,
-            transition.epoch,
-            f": {transition.reason}" if transition.reason else "",
-        )
+        self._tell(transition)
         if transition.action in _OVER and self.armed:
             self.armed = False
             if self._callback is not None:

@@ -40,7 +40,7 @@ from celery_lease.settings import Settings
 from celery_lease.stores.base import LeaseStore, Raised, Renewal
 from celery_lease.transition import Action, Transition
 
-__all__ = ["Action", "Elector", "Transition"]
+__all__ = ["Elector"]
 
 #: Seconds that closing waits for a renewal that is under way.
 _FAREWELL = 2.0

@@ -98,7 +98,9 @@ class LeaseMixin(LeasedSends):
 
     def _refuse(self, error: CeleryLeaseError) -> NoReturn:
         setting = "" if isinstance(error, ConfigurationError) else "beat_lease_url: "
-        logger.critical("beat cannot start: %s%s", setting, error)
+        logger.critical(
+            "beat cannot start: %s%s", setting, error, extra={"action": "beat-cannot-start"}
+        )
         # Celery prints a traceback for any other exception.
         raise SystemExit(1) from error
 
@@ -143,10 +145,19 @@ class LeaseMixin(LeasedSends):
             wait = 0.0
         except StoreError as error:
             self._forget()
-            logger.warning("lease %r: the lease database failed us: %s", self.settings.name, error)
+            logger.warning(
+                "lease %r: the lease database failed us: %s",
+                self.settings.name,
+                error,
+                extra={"action": "turn-broken-off", "lease_name": self.settings.name},
+            )
         except Exception:  # noqa: BLE001 - beat goes on, whatever it was
             self._forget()
-            logger.exception("lease %r: beat could not do its turn", self.settings.name)
+            logger.exception(
+                "lease %r: beat could not do its turn",
+                self.settings.name,
+                extra={"action": "turn-failed", "lease_name": self.settings.name},
+            )
         finally:
             self._ticking = False
         if self._closing:

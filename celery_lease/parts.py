@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery import __version__ as celery_version
 
-from celery_lease.elector import Elector, Transition
+from celery_lease.elector import Elector
+from celery_lease.journal import TransitionLog
 from celery_lease.lease import Holder
-from celery_lease.logs import TransitionLog
 from celery_lease.settings import Settings
 from celery_lease.signals import announce
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.transition import Transition
 
 if TYPE_CHECKING:
     from celery.beat import Scheduler as _Scheduler

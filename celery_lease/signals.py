@@ -9,9 +9,9 @@ from celery import Celery, signals
 from celery.utils.dispatch import Signal
 
 from celery_lease import logs
-from celery_lease.elector import Action, Transition
 from celery_lease.errors import AlreadySettled, FencingError
 from celery_lease.stamp import inherit
+from celery_lease.transition import Action, Transition
 
 __all__ = [
     "announce",

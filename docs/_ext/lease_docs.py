@@ -5,7 +5,7 @@
     Refer to it with ``:setting:`beat_lease_ttl```.
 ``.. log-event:: lease-acquired``
     A log line: where it is one of a lease's transitions, its level and an example
-    come from ``celery_lease.logs``. Refer to it with ``:log-event:```.
+    come from ``celery_lease.journal``. Refer to it with ``:log-event:```.
 ``.. lease-ddl:: postgresql``
     The statements that make the tables; with ``:grants:``, the least that two roles need.
 """
@@ -27,11 +27,11 @@ from sphinx.application import Sphinx
 from sphinx.domains.std import GenericObject
 from sphinx.util.docutils import SphinxDirective
 
-from celery_lease import logs
-from celery_lease.elector import Action, Transition
+from celery_lease import journal
 from celery_lease.lease import Lease
 from celery_lease.settings import PREFIX, Settings
 from celery_lease.stores import ddl
+from celery_lease.transition import Action, Transition
 
 # --- settings -----------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ _EXAMPLES: dict[Action, dict[str, Any]] = {
 def example_of(action: Action) -> str:
     """Return the line that a transition is logged as."""
     details = _EXAMPLES.get(action, {"epoch": 7, "reason": "…", "seconds": 1.0})
-    return logs.sentence(Transition(action=action, name="documents", holder=_HERE, **details))
+    return journal.sentence(Transition(action=action, name="documents", holder=_HERE, **details))
 
 
 class LogEventDirective(GenericObject):
@@ -141,7 +141,7 @@ class LogEventDirective(GenericObject):
         except ValueError:
             action = None
         if action is not None:
-            level = logging.getLevelName(logs._LEVELS[action])
+            level = logging.getLevelName(journal.LEVELS[action])
             line = example_of(action)
         else:
             level, line = self.options.get("level"), self.options.get("line")

@@ -8,10 +8,10 @@ import pytest
 from celery import Celery
 
 from celery_lease import LeaseFilter
-from celery_lease.elector import Action, Transition
+from celery_lease.journal import TransitionLog, sentence
 from celery_lease.lease import Lease
-from celery_lease.logs import TransitionLog, sentence
 from celery_lease.testing import hold
+from celery_lease.transition import Action, Transition
 from tests.services.processes import CeleryProcess
 
 FORMAT = "E=%(lease_epoch)s L=%(lease_name)s R=%(lease_run)s %(message)s"

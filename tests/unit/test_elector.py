@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from celery_lease import elector as elector_module
-from celery_lease.elector import Action, Elector
+from celery_lease.elector import Elector
 from celery_lease.errors import LeaseLost, StoreContention, StoreUnavailable
 from celery_lease.lease import Fence
 from celery_lease.settings import Settings
+from celery_lease.transition import Action
 from tests.leases import NAME, holder
 from tests.memory import MemoryStore
 
