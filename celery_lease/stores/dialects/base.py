@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import sqlalchemy as sa
 
@@ -12,7 +12,15 @@ from celery_lease.errors import StoreError
 from celery_lease.stores.dialects.clock import utcnow
 from celery_lease.stores.schema import commit_table, fence_table, lease_table
 
-__all__ = ["BOTH", "COMMIT_COLUMNS", "Database", "Weakness", "commit_row", "is_current"]
+__all__ = [
+    "BOTH",
+    "COMMIT_COLUMNS",
+    "Database",
+    "OnConflict",
+    "Weakness",
+    "commit_row",
+    "is_current",
+]
 
 
 class Weakness(NamedTuple):
@@ -121,6 +129,25 @@ class Database:
         dbapi = connection.connection.dbapi_connection
         asked = getattr(dbapi, "get_autocommit", None)
         return bool(asked() if asked is not None else getattr(dbapi, "autocommit", False))
+
+
+class OnConflict(Database):
+    """A database whose INSERT has an ON CONFLICT clause."""
+
+    #: The dialect's own ``insert()``, which knows the clause.
+    insert: ClassVar[Any]
+
+    def insert_ignore(self, table: sa.Table) -> Any:
+        """Use ON CONFLICT DO NOTHING."""
+        return self.insert(table).on_conflict_do_nothing()
+
+    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
+        """Use ON CONFLICT DO UPDATE."""
+        statement = self.insert(table)
+        return statement.on_conflict_do_update(
+            index_elements=list(table.primary_key),
+            set_={each: statement.excluded[each] for each in columns},
+        )
 
 
 #: The columns of a commit row, in the order of :func:`commit_row`.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from celery_lease.errors import (
 from celery_lease.stores.dialects.base import (
     BOTH,
     COMMIT_COLUMNS,
-    Database,
+    OnConflict,
     Weakness,
     commit_row,
     is_current,
@@ -45,9 +45,10 @@ def _with_idle_limit(guard: Any) -> sa.Select[Any]:
     return sa.select(sa.func.count(), limit).select_from(guard.cte("guard"))
 
 
-class PostgreSQL(Database):
+class PostgreSQL(OnConflict):
     """PostgreSQL 12 and later."""
 
+    insert = staticmethod(postgresql.insert)
     one_statement_acquire = True
 
     _SETTLE = _with_idle_limit(
@@ -96,18 +97,6 @@ class PostgreSQL(Database):
         finally:
             cursor.close()
         dbapi.commit()
-
-    def insert_ignore(self, table: sa.Table) -> Any:
-        """Use ON CONFLICT DO NOTHING."""
-        return postgresql.insert(table).on_conflict_do_nothing()
-
-    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
-        """Use ON CONFLICT DO UPDATE."""
-        statement = postgresql.insert(table)
-        return statement.on_conflict_do_update(
-            index_elements=list(table.primary_key),
-            set_={each: statement.excluded[each] for each in columns},
-        )
 
     @contextmanager
     def schema_lock(self, engine: sa.Engine) -> Iterator[sa.Connection]:

@@ -6,7 +6,7 @@ The clock is the host's, in milliseconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from celery_lease.errors import (
 from celery_lease.stores.dialects.base import (
     BOTH,
     COMMIT_COLUMNS,
-    Database,
+    OnConflict,
     Weakness,
     commit_row,
     is_current,
@@ -40,9 +40,10 @@ _FORMAT = "'%Y-%m-%d %H:%M:%f000', 'now'"
 _PATIENCE = 60.0
 
 
-class SQLite(Database):
+class SQLite(OnConflict):
     """SQLite 3.35 and later."""
 
+    insert = staticmethod(sqlite.insert)
     _SETTLE = sa.insert(commit_table).from_select(
         COMMIT_COLUMNS, commit_row(BOTH, lease_table, fence_table)
     )
@@ -70,18 +71,6 @@ class SQLite(Database):
         """Take the write lock at once; single statements run without a transaction."""
         if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
             connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    def insert_ignore(self, table: sa.Table) -> Any:
-        """Use ON CONFLICT DO NOTHING."""
-        return sqlite.insert(table).on_conflict_do_nothing()
-
-    def insert_or_update(self, table: sa.Table, columns: Sequence[str]) -> Any:
-        """Use ON CONFLICT DO UPDATE."""
-        statement = sqlite.insert(table)
-        return statement.on_conflict_do_update(
-            index_elements=list(table.primary_key),
-            set_={each: statement.excluded[each] for each in columns},
-        )
 
     @contextmanager
     def schema_lock(self, engine: sa.Engine) -> Iterator[sa.Connection]:
