@@ -86,6 +86,9 @@ class Recovery:
     def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
         """Send again runs that are lost even though their epoch is the current one.
 
+        Each attempt gets twice the time of the one before: where messages only wait in a
+        long queue, sending them again must not make it longer and longer.
+
         Args:
             term: Our term.
             wishes: Entries that ask for it, with the seconds after which.
@@ -97,7 +100,10 @@ class Recovery:
             age = min(wishes[each] for each in some)
             found = self._ledger.unsettled(term, age=age, limit=BATCH, entries=some)
             late = [
-                e for e in found if self._given(e.entry, now, e.published_at) > wishes[e.entry]
+                each
+                for each in found
+                if self._given(each.entry, now, each.published_at)
+                > wishes[each.entry] * 2 ** (each.attempt - 1)
             ]
             self._take_up(term, late)
 

@@ -71,8 +71,9 @@ class Probe(SQLLeaseStore):
     def is_pooled(self, other: Probe) -> bool:
         """Return whether a pooler gives one connection's transactions to several sessions.
 
-        Two clients let go of their sessions and take one again, in the other order:
-        through a pooler in transaction mode, each may get the other's.
+        Two clients let go of their sessions and take one again, in either order: through a
+        pooler in transaction mode each gets the other's, be it that the session that was
+        let go last is lent first, or the one that was let go first.
         """
         session = self.database.session
         with (
@@ -80,14 +81,14 @@ class Probe(SQLLeaseStore):
             self.engine.connect() as ours,
             other.engine.connect() as theirs,
         ):
-            for first, second in ((ours, theirs), (theirs, ours)):
-                before = session(first), session(second)
-                first.rollback()
-                second.rollback()
-                after = session(second), session(first)
-                first.rollback()
-                second.rollback()
-                if before != tuple(reversed(after)):
+            for order in ((ours, theirs), (theirs, ours)):
+                before = {each: session(each) for each in (ours, theirs)}
+                ours.rollback()
+                theirs.rollback()
+                after = {each: session(each) for each in order}
+                ours.rollback()
+                theirs.rollback()
+                if before != after:
                     return True
         return False
 

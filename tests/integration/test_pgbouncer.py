@@ -98,13 +98,15 @@ def test_waits_are_limited_where_the_role_says_so(postgresql_url, pooled_url, st
         behind.dispose()
 
 
-def test_the_check_notices_the_pooler_and_says_what_to_set(pooled_url, store):
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_the_check_notices_the_pooler_and_says_what_to_set(postgresql_url, oldest_first):
     """It is no failure: a lease is safe there. But limits have to be set elsewhere."""
-    app = Celery("tests", set_as_current=False)
-    app.conf.update(beat_lease_url=pooled_url, beat_lease_engine_options=OPTIONS)
-    done = CliRunner().invoke(
-        lease, ["check", "--rounds", "2", "--json"], obj=SimpleNamespace(app=app)
-    )
+    with PgBouncer(postgresql_url, oldest_first=oldest_first) as pooler:
+        app = Celery("tests", set_as_current=False)
+        app.conf.update(beat_lease_url=pooler.url(), beat_lease_engine_options=OPTIONS)
+        done = CliRunner().invoke(
+            lease, ["check", "--rounds", "2", "--json"], obj=SimpleNamespace(app=app)
+        )
 
     found = {each["check"]: each for each in json.loads(done.stdout)["checks"]}
     pooler = found["no pooler in transaction mode"]

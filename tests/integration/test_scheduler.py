@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import celery
@@ -15,7 +15,7 @@ from celery.beat import BeatLazyFunc, Scheduler, Service
 from celery_lease.errors import StoreUnavailable
 from celery_lease.publish import Undelivered
 from celery_lease.signals import occurrence_skipped
-from celery_lease.stores.schema import commit_table
+from celery_lease.stores.schema import commit_table, run_table
 from tests.integration.beats import START, Beat, Cluster, Crash, crash, no_broker
 
 
@@ -515,6 +515,26 @@ def test_a_lost_run_of_this_epoch_is_sent_again_where_the_entry_asks(cluster):
     beat.go()
 
     assert [entry for entry, _, _ in cluster.sent()] == ["asks"]
+
+
+def test_each_attempt_at_a_lost_run_gets_twice_the_time(cluster):
+    """Messages that only wait in a long queue must not make it longer and longer."""
+    hourly = {"schedule": 3600.0, "last_run_at": START - timedelta(hours=1)}
+    beat = cluster.beat({"asks": {**hourly, "fenced": True, "retry_lost_after": 30}})
+    beat.clock = datetime.now(timezone.utc)  # The age of a run is told by both clocks.
+    beat.go()
+    cluster.messages()
+
+    def published_before(seconds):
+        instant = beat.now() - timedelta(seconds=seconds)
+        cluster.write(sa.update(run_table).values(published_at=instant))
+        beat._renewals -= 1
+        beat.go()
+        return len(cluster.sent())
+
+    sent = [published_before(seconds) for seconds in (31, 59, 61, 119, 121)]
+
+    assert sent == [1, 0, 1, 0, 1]
 
 
 def test_a_settled_run_is_left_alone_and_closed(cluster):

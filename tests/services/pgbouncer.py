@@ -21,10 +21,11 @@ class PgBouncer(Service):
     name = "pgbouncer"
     needs_unprivileged: ClassVar[bool] = True
 
-    def __init__(self, url: str) -> None:
-        """Stand before the database of `url`."""
+    def __init__(self, url: str, *, oldest_first: bool = True) -> None:
+        """Stand before the database of `url`; lend the session that is idle for longest."""
         super().__init__()
         self.target = sa.make_url(url)
+        self.oldest_first = oldest_first
 
     def check(self) -> None:
         """Find the program."""
@@ -46,7 +47,7 @@ class PgBouncer(Service):
             "auth_type": "any",
             "pool_mode": "transaction",
             "default_pool_size": "4",
-            "server_round_robin": "1",
+            "server_round_robin": str(int(self.oldest_first)),
         }
         target = self.target
         lines = [
