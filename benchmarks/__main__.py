@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks import fence
 from tests.services import MariaDB, PostgreSQL, RabbitMQ, Redis, ServiceMissing, TCPProxy
 
 #: Seconds that one added round trip to the broker takes in the last comparison.
@@ -132,11 +133,32 @@ def dispatching(servers: Servers, n: int, rounds: int) -> Iterator[tuple[str, fl
     yield "lease, postgresql, RabbitMQ, both confirmed", compare_confirmed(servers, n, rounds)
 
 
+def fencing(servers: Servers, n: int, rounds: int) -> Iterator[str]:
+    """Yield sentences about what the fence costs."""
+    added = fence.unstamped(20_000, 9)
+    yield f"a fenced call without a stamp: {added * 1e6:+.1f} µs"
+    # Beside the others' server, as only this one waits for its disk.
+    with PostgreSQL(fsync=True) as server:
+        bench = fence.Bench(servers.redis(), server.create_database())
+        alone, added = bench.added(n, rounds)
+        yield (
+            f"a task that writes one row, {alone * 1e3:.2f} ms: {added * 1e3:+.2f} ms in the "
+            f"guarded transaction"
+        )
+        ratio = bench.throughput(n, rounds)
+        yield (
+            f"bodies of {fence.BODY * 1e3:g} ms on {fence.PROCESSES} processes: {ratio:.2f} of "
+            f"the plain tasks' rate"
+        )
+        bench.close()
+
+
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--due", type=int, default=10_000, help="entries that are due at once")
     parser.add_argument("--many", type=int, default=100_000, help="entries of an idle beat")
+    parser.add_argument("--tasks", type=int, default=1000, help="tasks that pass the fence")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -147,6 +169,9 @@ def main() -> None:
                 print(f"  {name:45} {ratio:6.2f}", flush=True)
         except ServiceMissing as missing:
             print(f"  left out: {missing}")
+        print("the fence, on PostgreSQL with fsync")
+        for line in fencing(servers, options.tasks, options.rounds):
+            print(f"  {line}", flush=True)
         print(f"{options.many} entries that are not due")
         print(f"  {'':10} {'start-up':>12} {'idle tick':>14} {'memory':>10}")
         stock: dict[str, float] = {}
