@@ -173,7 +173,8 @@ def test_a_lost_worker_is_settled_by_the_parent(floor: Floor, key: str, stale: b
     if stale:
         floor.said(f"Task refused: work[{result.id}] (at failed)")
         assert floor.lease.outcome(result.id) is None
-        assert result.state == "PENDING"
+        if celery_version[:2] != (5, 6):  # There the command itself stores it, on each worker.
+            assert result.state == "PENDING"
         assert floor.errbacks(result.id) == []
     else:
         wait_until(lambda: result.state == "FAILURE")
