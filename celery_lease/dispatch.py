@@ -16,7 +16,7 @@ from celery_lease.elector import Elector
 from celery_lease.errors import StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, RunState
-from celery_lease.publish import FLUSH, Undelivered
+from celery_lease.publish import FLUSH, Undelivered, Unsent
 from celery_lease.stores.ledger import SQLLedger
 
 __all__ = ["BATCH", "Dispatcher", "fields"]
@@ -28,6 +28,8 @@ logger = logging.getLogger("celery_lease.scheduler")
 BATCH = 500
 #: Seconds until a broker that was away is tried again, at first and at most.
 BACKOFF = (1.0, 5.0)
+#: Seconds at most until a message is tried again whose making raised an error.
+PATIENCE = 60.0
 
 
 class Dispatcher:
@@ -36,8 +38,8 @@ class Dispatcher:
     Args:
         ledger: Where the runs are.
         elector: Knows whether we may send.
-        flush: Gives the broker the messages of some runs; returns why those that can
-            have none cannot, by id. Raises Undelivered.
+        flush: Gives the broker the messages of some runs; returns why those that have
+            none have none, by id. Raises Undelivered.
         max_attempts: How many times a message is turned away before its run fails.
     """
 
@@ -45,7 +47,7 @@ class Dispatcher:
         self,
         ledger: SQLLedger,
         elector: Elector,
-        flush: Callable[[Term, Sequence[Run]], dict[str, str]],
+        flush: Callable[[Term, Sequence[Run]], dict[str, Unsent]],
         *,
         max_attempts: int,
     ) -> None:
@@ -59,6 +61,8 @@ class Dispatcher:
         self._unmarked: list[str] = []
         #: How many times the broker turned a run's message away, once it was sent alone.
         self._suspects: dict[str, int] = {}
+        #: Runs whose message could not be made: how many times, and when to try again.
+        self._unmade: dict[str, tuple[int, float]] = {}
         self._away = False
         self._delay = 0.0
         self._retry_at = 0.0
@@ -73,12 +77,17 @@ class Dispatcher:
         """Seconds until what waits should be tried again."""
         if not self.waiting and self._unmarked:
             return BACKOFF[0]
-        return max(0.0, self._retry_at - self.elector.clock.now())
+        at = self._retry_at
+        if self._unmade:
+            ids = [each.id for runs in self.waiting.values() for each in runs]
+            at = max(at, min((self._not_before(each) for each in ids), default=at))
+        return max(0.0, at - self.elector.clock.now())
 
     def forget(self) -> None:
         """Forget what waits: the ledger knows it, and has to be read again."""
         self.waiting.clear()
         self._suspects.clear()
+        self._unmade.clear()
         self._unmarked.clear()
 
     def send(self, term: Term, runs: Sequence[Run]) -> None:
@@ -96,7 +105,7 @@ class Dispatcher:
             for chunk in self._flushes(runs):
                 self.elector.check()
                 try:
-                    failed = self._flush(term, chunk)
+                    unsent = self._flush(term, chunk)
                 except Undelivered as error:
                     if not error.turned_away:
                         self._broker_away(term, runs[done:], error)
@@ -104,8 +113,12 @@ class Dispatcher:
                     self._suspect(term, chunk, error)
                 else:
                     self._away, self._delay = False, 0.0
-                    sent += [each.id for each in chunk if each.id not in failed]
-                    self._fail(term, chunk, failed)
+                    for run in chunk:
+                        if run.id in unsent:
+                            self._not_made(term, run, unsent[run.id])
+                        else:
+                            sent.append(run.id)
+                            self._unmade.pop(run.id, None)
                 done += len(chunk)
         finally:
             self._mark(term, sent)
@@ -114,8 +127,11 @@ class Dispatcher:
         """Try again what waits, if it is time to."""
         self._mark(term, [])
         if self.waiting and self.retry_in <= 0:
+            now = self.elector.clock.now()
             runs = [each for runs in self.waiting.values() for each in runs]
             self.waiting = {}
+            self._postpone(term, [each for each in runs if self._not_before(each.id) > now])
+            runs = [each for each in runs if self._not_before(each.id) <= now]
             self.send(term, runs[:BATCH])
             self._postpone(term, runs[BATCH:])
 
@@ -161,7 +177,8 @@ class Dispatcher:
                 self._suspects[run.id] = times = times + 1
                 if times >= self._max_attempts:
                     guilty.append(run)
-        self._fail(term, guilty, dict.fromkeys((each.id for each in guilty), str(error)))
+        for run in guilty:
+            self._fail(term, run, str(error))
         self._wait(term, [each for each in runs if each not in guilty], error)
 
     def _broker_away(self, term: Term, runs: Sequence[Run], error: Undelivered) -> None:
@@ -185,6 +202,31 @@ class Dispatcher:
             self._delay,
             extra={"action": "broker-away", "lease_name": term.name, "lease_epoch": term.epoch},
         )
+
+    def _not_made(self, term: Term, run: Run, unsent: Unsent) -> None:
+        """Fail a run whose message can never be made; try any other again, ever less often."""
+        times, _ = self._unmade.pop(run.id, (0, 0.0))
+        if unsent.lasting:
+            self._fail(term, run, unsent.reason)
+            return
+        delay = min(BACKOFF[0] * 2**times, PATIENCE)
+        self._unmade[run.id] = times + 1, self.elector.clock.now() + delay
+        self._postpone(term, [run])
+        logger.warning(
+            "lease %r: no message can be made now for %s of %r, due %s (%s); it stays claimed "
+            "and is tried again in %.0f s",
+            term.name,
+            run.id,
+            run.entry,
+            run.due_at.isoformat(),
+            unsent.reason,
+            delay,
+            extra={"action": "run-not-made", **fields(term, run)},
+        )
+
+    def _not_before(self, run: str) -> float:
+        """Return when to try a run again, by the local clock."""
+        return self._unmade[run][1] if run in self._unmade else 0.0
 
     def _postpone(self, term: Term, runs: Sequence[Run]) -> None:
         for run in runs:
@@ -211,10 +253,8 @@ class Dispatcher:
                 },
             )
 
-    def _fail(self, term: Term, runs: Sequence[Run], failed: dict[str, str]) -> None:
-        for run in runs:
-            if run.id in failed:
-                self.end(term, [run], RunState.FAILED, f"not sent: {failed[run.id]}")
+    def _fail(self, term: Term, run: Run, reason: str) -> None:
+        self.end(term, [run], RunState.FAILED, f"not sent: {reason}")
 
 
 def fields(term: Term, run: Run) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from kombu import exceptions
 
-__all__ = ["FLUSH", "Publisher", "Undelivered"]
+__all__ = ["FLUSH", "Publisher", "Undelivered", "Unsent"]
 
 #: Messages in one flush. A leader that hangs in a flush sends it late: it stays small.
 FLUSH = 100
@@ -49,6 +49,15 @@ class Undelivered(Exception):
         self.lasting = lasting
 
 
+class Unsent(NamedTuple):
+    """Why one message could not be made, while the broker has the others of its flush."""
+
+    #: The error, in words.
+    reason: str
+    #: Whether the same message can never be made.
+    lasting: bool
+
+
 class Publisher:
     """One connection to the broker, made when it is needed and dropped when it fails.
 
@@ -65,6 +74,7 @@ class Publisher:
         self._producer_class = producer_class
         self._timeout = timeout
         self._producer: Any = None
+        self._publish: _Publish | None = None
         self._confirms: _Confirms | None = None
 
     @contextmanager
@@ -89,6 +99,18 @@ class Publisher:
             raise Undelivered(
                 f"{type(error).__name__}: {error}", turned_away=turned_away, lasting=lasting
             ) from error
+
+    def raised(self, error: BaseException) -> bool:
+        """Return whether *error* comes from publishing, and not from what makes a message.
+
+        A user's own code may raise a broker's kind of error too: a lazy argument that reads
+        a file, a router that asks another service.
+        """
+        known = self._publish.error if self._publish is not None else None
+        each: BaseException | None = error
+        while each is not None and each is not known:
+            each = each.__cause__ or each.__context__
+        return each is not None
 
     def is_delivery(self, error: BaseException) -> bool:
         """Return whether the same message may go out later; not if *error* is its own.
@@ -118,7 +140,8 @@ class Publisher:
 
     def close(self) -> None:
         """Drop the connection."""
-        producer, self._producer, self._confirms = self._producer, None, None
+        producer = self._producer
+        self._producer = self._publish = self._confirms = None
         if producer is not None:
             # collect() and not release(): a connection that hangs must not hang us.
             producer.connection.collect(self._timeout)
@@ -132,6 +155,7 @@ class Publisher:
             )
             self._producer = self._producer_class(connection, auto_declare=False)
             self._producer.maybe_declare = _Declared(self._producer.maybe_declare)
+            self._publish = self._producer.publish = _Publish(self._producer.publish)
             if connection.transport.driver_type == "amqp":
                 self._confirms = _Confirms(self._producer.channel)
         return self._producer
@@ -170,6 +194,21 @@ class _Declared:
         if getattr(entity, "can_cache_declaration", False):
             self._known[id(entity)] = entity
         return declared
+
+
+class _Publish:
+    """A producer's ``publish``, which remembers what it raised."""
+
+    def __init__(self, publish: Callable[..., Any]) -> None:
+        self._publish = publish
+        self.error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._publish(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class _Nacked(OSError):

@@ -23,7 +23,7 @@ from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, run_id
 from celery_lease.parts import LeaseParts, logger
-from celery_lease.publish import Publisher
+from celery_lease.publish import Publisher, Unsent
 from celery_lease.recovery import Recovery
 from celery_lease.stamp import Stamp
 from celery_lease.stores.ledger import SQLLedger
@@ -158,12 +158,15 @@ class LeasedSends(LeaseParts):
             fenced=self.is_fenced(entry),
         )
 
-    def _flush(self, term: Term, runs: Sequence[Run]) -> dict[str, str]:
-        """Flush, and return why runs that can have no message cannot, by id."""
+    def _flush(self, term: Term, runs: Sequence[Run]) -> dict[str, Unsent]:
+        """Flush, and return why runs that have no message have none, by id."""
         sendings = [Sending(run, term) for run in runs]
         self.flush(sendings)
         return {
-            each.run.id: f"{type(each.trouble).__name__}: {each.trouble}"
+            each.run.id: Unsent(
+                reason=f"{type(each.trouble).__name__}: {each.trouble}",
+                lasting=not self.publisher.is_delivery(each.trouble),
+            )
             for each in sendings
             if each.trouble is not None
         }
@@ -191,8 +194,13 @@ class LeasedSends(LeaseParts):
                 self.apply_entry(self.find(sending.run.entry), producer=producer)
         finally:
             self._sending = None
-        if sending.trouble is not None and self.publisher.is_delivery(sending.trouble):
-            raise sending.trouble
+        trouble = sending.trouble
+        if (
+            trouble is not None
+            and self.publisher.raised(trouble)
+            and self.publisher.is_delivery(trouble)
+        ):
+            raise trouble
 
     @contextmanager
     def _stamped(self, entry: Any, sending: Sending) -> Iterator[None]:

@@ -323,6 +323,31 @@ def test_a_message_that_cannot_be_built_is_settled_as_failed(cluster):
     assert [entry for entry, _, _ in cluster.sent()] == ["good"]
 
 
+def test_an_error_of_the_users_own_code_holds_up_its_entry_alone(cluster, caplog):
+    """A lazy argument may raise a broker's kind of error; the broker is well all the same."""
+    files = iter([FileNotFoundError("today.csv"), FileNotFoundError("today.csv"), "today"])
+
+    def read():
+        found = next(files)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    lazy = {"schedule": 60.0, "args": (BeatLazyFunc(read),)}
+    beat = cluster.beat({"a": {"schedule": 60.0}, "lazy": lazy, "z": {"schedule": 60.0}})
+    beat.at(seconds=61).go()
+    assert [entry for entry, _, _ in cluster.sent()] == ["a", "z"]
+    assert "no message can be made now" in caplog.text
+    assert "FileNotFoundError: today.csv" in caplog.text
+
+    for delay in (1.0, 2.0):
+        assert beat.dispatcher.retry_in == pytest.approx(delay, abs=0.5)
+        beat.dispatcher._unmade = dict.fromkeys(beat.dispatcher._unmade, (1, 0.0))
+        beat.go()
+    assert [entry for entry, _, _ in cluster.sent()] == ["lazy"]
+    assert not beat.dispatcher.busy
+
+
 def test_an_unknown_queue_fails_its_run_alone(cluster):
     """kombu counts a KeyError among Redis's connection errors; this one is ours."""
     entry = {"schedule": 60.0, "options": {"queue": "nowhere"}}
