@@ -96,12 +96,8 @@ class LeasedEntry(ScheduleEntry):
         wishes: Wishes | None = None,
         **kwargs: Any,
     ) -> None:
-        if name is not None and len(name) > LONGEST_NAME:
-            raise ConfigurationError(
-                f"beat_schedule[{name!r}]: the name is longer than {LONGEST_NAME} characters; "
-                f"shorten it",
-                setting="beat_schedule",
-            )
+        if name is not None:
+            _check_name(name)
         given = {key: kwargs.pop(key) for key in _KEYS if key in kwargs}
         super().__init__(name, task, last_run_at, *args, **kwargs)
         self.wishes = Wishes.read(name or "", given) if given else wishes or PLAIN
@@ -120,3 +116,26 @@ class LeasedEntry(ScheduleEntry):
         super().update(other)
         self.wishes = getattr(other, "wishes", PLAIN)
         LeasedEntry.updates += 1
+
+
+def _check_name(name: Any) -> None:
+    """Refuse a name that would not come back from every database as it went in.
+
+    Raises:
+        ConfigurationError: It would not.
+    """
+    if not isinstance(name, str):
+        trouble = "the name is not a string; write it as one"
+    elif len(name) > LONGEST_NAME:
+        trouble = (
+            f"the name is longer than {LONGEST_NAME} characters; give it a shorter one "
+            f"(add_periodic_task takes a name=…)"
+        )
+    elif name != name.rstrip():
+        trouble = "the name ends with white space, which MySQL does not see; remove it"
+    elif "\0" in name or name != name.encode(errors="replace").decode():
+        trouble = "the name has a character that no database keeps; remove it"
+    else:
+        return
+    shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:80]}…"
+    raise ConfigurationError(f"beat_schedule[{shown}]: {trouble}", setting="beat_schedule")

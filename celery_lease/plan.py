@@ -31,6 +31,15 @@ class Batch:
     #: How many runs each entry has in it.
     fired: dict[str, int] = field(default_factory=dict)
 
+    def only(self, name: str) -> Batch:
+        """Return what of it is about one entry."""
+        return Batch(
+            runs=[each for each in self.runs if each.entry == name],
+            skipped=[each for each in self.skipped if each[0] == name],
+            moved={name: self.moved[name]},
+            fired={name: self.fired[name]} if name in self.fired else {},
+        )
+
 
 class Planner:
     """Decides what becomes of occurrences that are due.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kombu import exceptions
 
-__all__ = ["FLUSH", "Publisher", "Undelivered", "Unsent"]
+__all__ = ["FLUSH", "Publisher", "Undelivered", "Unsent", "said"]
 
 #: Messages in one flush. A leader that hangs in a flush sends it late: it stays small.
 FLUSH = 100
@@ -96,9 +96,7 @@ class Publisher:
             lasting = self._is_lasting(error)
             turned_away = lasting or isinstance(error, _Nacked) or not self._is_brokers(error)
             self.close()
-            raise Undelivered(
-                f"{type(error).__name__}: {error}", turned_away=turned_away, lasting=lasting
-            ) from error
+            raise Undelivered(said(error), turned_away=turned_away, lasting=lasting) from error
 
     def raised(self, error: BaseException) -> bool:
         """Return whether *error* comes from publishing, and not from what makes a message.
@@ -173,6 +171,12 @@ class Publisher:
             names = ("read_timeout", "write_timeout")
             options["confirm_publish"] = False  # confirmed by the flush, not one by one
         return {**{each: self._timeout for each in names if each not in given}, **options}
+
+
+def said(error: BaseException) -> str:
+    """Return an error in words that every log and every database takes."""
+    text = f"{type(error).__name__}: {error}"
+    return text.encode(errors="replace").decode().replace("\0", "?")
 
 
 class _Declared:

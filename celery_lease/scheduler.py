@@ -16,13 +16,14 @@ from celery.beat import Scheduler
 from celery_lease.agenda import Agenda, aware, restore
 from celery_lease.dispatch import BATCH
 from celery_lease.entry import PLAIN, LeasedEntry
-from celery_lease.errors import ConfigurationError
+from celery_lease.errors import CeleryLeaseError, ConfigurationError
 from celery_lease.heap import ScheduleDict
 from celery_lease.leading import LeaseMixin
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Skipped
 from celery_lease.parts import logger
 from celery_lease.plan import Batch, Planner
+from celery_lease.sending import tell_known
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.entries import EntryState, SQLEntries
 
@@ -113,10 +114,13 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         added = []
         for name, entry in entries.items():
             if name not in self._stored:
-                last = aware(entry.last_run_at)
-                # What came into being with this process starts when a leader first sees
-                # it; an earlier instant was given on purpose.
-                restore(entry, last if last < self._set_up_at else now)
+                try:
+                    last = aware(entry.last_run_at)
+                    # What came into being with this process starts when a leader first sees
+                    # it; an earlier instant was given on purpose.
+                    restore(entry, last if last < self._set_up_at else now)
+                except Exception:  # noqa: BLE001, S112 - the agenda says so, and sets it aside
+                    continue
                 added.append(
                     EntryState(
                         name=name,
@@ -167,8 +171,9 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         """Claim, move the entries on, and send."""
         if not batch.moved:
             return
-        moved = self._moved(batch)
-        known = self.dispatcher.ledger.claim(term, batch.runs, skipped=batch.skipped, moved=moved)
+        known = self._claim(term, batch, now)
+        if known is None:
+            return
         for name, last in batch.moved.items():
             entry = self.agenda.entries[name]
             restore(entry, last)
@@ -176,8 +181,31 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             self.agenda.put(name, now)
         for name, skipped in batch.skipped:
             _tell_skipped(term, name, skipped)
+        for run in batch.runs if known else ():
+            if run.id in known:
+                tell_known(term, run)
         runs = [each for each in batch.runs if each.id not in known] if known else batch.runs
         self.dispatcher.send(term, runs)
+
+    def _claim(self, term: Term, batch: Batch, now: datetime) -> set[str] | None:
+        """Claim a batch; None where that was not possible as a whole.
+
+        What the database does not take of one entry must not stop the others.
+        """
+        try:
+            return self.dispatcher.ledger.claim(
+                term, batch.runs, skipped=batch.skipped, moved=self._moved(batch)
+            )
+        except CeleryLeaseError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a driver raises
+            if len(batch.moved) == 1:
+                for name in batch.moved:
+                    self.agenda.set_aside(name, now, error)
+                return None
+        for name in batch.moved:
+            self._dispatch(term, batch.only(name), now)
+        return None
 
     def _moved(self, batch: Batch) -> Sequence[EntryState]:
         """Return the state of the batch's entries as it is once they have moved on."""

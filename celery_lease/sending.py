@@ -16,19 +16,19 @@ from numbers import Real
 from typing import Any
 
 from celery_lease.agenda import aware
-from celery_lease.dispatch import Dispatcher
+from celery_lease.dispatch import Dispatcher, fields
 from celery_lease.due import due_at, missed
 from celery_lease.entry import PLAIN
 from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, run_id
 from celery_lease.parts import LeaseParts, logger
-from celery_lease.publish import Publisher, Unsent
+from celery_lease.publish import Publisher, Unsent, said
 from celery_lease.recovery import Recovery
 from celery_lease.stamp import Stamp
 from celery_lease.stores.ledger import SQLLedger
 
-__all__ = ["LeasedSends", "Sending"]
+__all__ = ["LeasedSends", "Sending", "tell_known"]
 
 
 @dataclass(slots=True)
@@ -128,13 +128,7 @@ class LeasedSends(LeaseParts):
             return
         if run.id in known:
             # Another leader, or this one, had it already; recovery sends it if need be.
-            logger.info(
-                "lease %r: %r, due %s, was claimed before",
-                term.name,
-                entry.name,
-                run.due_at.isoformat(),
-                extra={"action": "run-known", "lease_run": run.id},
-            )
+            tell_known(term, run)
             return
         self._alone = entry
         try:
@@ -164,7 +158,7 @@ class LeasedSends(LeaseParts):
         self.flush(sendings)
         return {
             each.run.id: Unsent(
-                reason=f"{type(each.trouble).__name__}: {each.trouble}",
+                reason=said(each.trouble),
                 lasting=not self.publisher.is_delivery(each.trouble),
             )
             for each in sendings
@@ -233,6 +227,17 @@ class LeasedSends(LeaseParts):
             return bool(wish)
         # FencedTask is the workers' side, which beat does not import.
         return hasattr(type(self.app.tasks.get(entry.task)), "require_epoch")
+
+
+def tell_known(term: Term, run: Run) -> None:
+    """Say why a run that is due is not sent."""
+    logger.info(
+        "lease %r: %r, due %s, was claimed before",
+        term.name,
+        run.entry,
+        run.due_at.isoformat(),
+        extra={"action": "run-known", **fields(term, run)},
+    )
 
 
 def _expire_from(options: dict[str, Any], due: datetime, task: Any) -> None:

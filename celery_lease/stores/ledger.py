@@ -26,6 +26,8 @@ __all__ = ["SQLLedger"]
 
 #: No more ids than this go into one IN.
 CHUNK = 500
+#: What fits into the column: an entry that begins at year 1 has missed more.
+MANY = 2**31 - 1
 
 
 class SQLLedger:
@@ -346,7 +348,7 @@ def _skip_row(term: Term, name: str, skipped: Skipped, now: datetime) -> dict[st
         "open": False,
         "claimed_at": now,
         "reason": skipped.reason,
-        "skipped": skipped.count,
+        "skipped": None if skipped.count is None else min(skipped.count, MANY),
         "skipped_until": skipped.last,
     }
 

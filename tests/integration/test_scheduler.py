@@ -11,6 +11,7 @@ import celery
 import pytest
 import sqlalchemy as sa
 from celery.beat import BeatLazyFunc, Scheduler, Service
+from celery.schedules import crontab
 
 from celery_lease.errors import StoreUnavailable
 from celery_lease.publish import Undelivered
@@ -35,6 +36,8 @@ def anywhere(database_url):
     cluster.close()
 
 
+#: The way to have an entry run at once with stock beat.
+EVER = datetime.min  # noqa: DTZ901 - as people write it
 FENCED = {"entry": {"schedule": 60.0, "fenced": True}}
 
 
@@ -346,6 +349,43 @@ def test_an_error_of_the_users_own_code_holds_up_its_entry_alone(cluster, caplog
         beat.go()
     assert [entry for entry, _, _ in cluster.sent()] == ["lazy"]
     assert not beat.dispatcher.busy
+
+
+def _says_what_no_database_keeps():
+    raise ValueError("a \0 and a \ud800")
+
+
+@pytest.mark.parametrize(
+    ("bad", "zone"),
+    [
+        ({"schedule": 10.0, "last_run_at": EVER}, "UTC"),
+        ({"schedule": crontab(), "last_run_at": EVER}, "America/New_York"),
+        ({"schedule": 60.0, "args": (BeatLazyFunc(_says_what_no_database_keeps),)}, "UTC"),
+    ],
+    ids=["more occurrences than a number holds", "before time began", "an unspeakable error"],
+)
+def test_a_strange_entry_holds_up_no_other(anywhere, bad, zone):
+    """One line of a configuration must not silence all the others."""
+    beat = anywhere.beat({"bad": bad, "good": {"schedule": 60.0}}, timezone=zone)
+    beat.at(seconds=61).go().at(seconds=121).go()
+
+    assert [entry for entry, _, _ in anywhere.sent() if entry == "good"] == ["good"] * 2
+
+
+def test_what_a_database_does_not_take_of_one_entry_holds_up_no_other(cluster, monkeypatch):
+    """The batch is one transaction; its entries are tried one by one then."""
+    beat = cluster.beat({each: {"schedule": 60.0} for each in ("a", "bad", "z")})
+    claim = beat.dispatcher.ledger.claim
+
+    def refuses(term, runs, **kwargs):
+        if any(run.entry == "bad" for run in runs):
+            raise sa.exc.DataError("INSERT", {}, Exception("out of range"))
+        return claim(term, runs, **kwargs)
+
+    monkeypatch.setattr(beat.dispatcher.ledger, "claim", refuses)
+    beat.at(seconds=61).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["a", "z"]
 
 
 def test_an_unknown_queue_fails_its_run_alone(cluster):

@@ -70,10 +70,22 @@ def test_a_wish_that_cannot_be_names_entry_and_key(app, key, value):
     assert f"beat_schedule['nightly']['{key}']" in str(told.value)
 
 
-def test_a_name_that_the_database_would_cut_off_is_refused(app):
-    """Two names that agree in their first 255 characters would be one entry."""
-    with pytest.raises(ConfigurationError, match="longer than 255"):
-        LeasedEntry(name="x" * 256, task="t", schedule=60.0, app=app)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * 256, "longer than 255"),
+        ("nightly ", "ends with white space"),
+        ("night\0ly", "no database keeps"),
+        ("night\ud800ly", "no database keeps"),
+        (7, "not a string"),
+    ],
+)
+def test_a_name_that_a_database_would_change_is_refused(app, name, why):
+    """Two names that agree in what is stored would be one entry, and one would never run."""
+    with pytest.raises(ConfigurationError, match=why) as told:
+        LeasedEntry(name=name, task="t", schedule=60.0, app=app)
+
+    assert len(str(told.value)) < 250
 
 
 def test_an_update_takes_the_wishes_too_and_is_counted(app):
