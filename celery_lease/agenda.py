@@ -7,7 +7,7 @@ from collections.abc import Container
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from celery_lease.due import due_at
+from celery_lease.due import Ended, due_at, zone_of
 from celery_lease.entry import LeasedEntry
 from celery_lease.heap import DueHeap, ScheduleDict
 
@@ -35,6 +35,8 @@ class Agenda:
         self._due = DueHeap()
         #: Names whose place in the heap says when to look again, not when they are due.
         self._aside: set[str] = set()
+        #: Names that were told to have no further occurrence.
+        self._ended: set[str] = set()
         self._seen: tuple[int, int] | None = None
 
     @property
@@ -101,8 +103,24 @@ class Agenda:
                 restore(entry, now)
                 last = now
             return due_at(entry.schedule, last)
+        except Ended as error:
+            return self._over(name, now, error)
         except Exception as error:  # noqa: BLE001 - a user's schedule may raise anything
             return self._later(name, now, error)
+
+    def _over(self, name: str, now: datetime, error: Ended) -> datetime:
+        """Look at a schedule without another occurrence now and then: it may get one."""
+        level = logging.DEBUG if name in self._ended else logging.INFO
+        logger.log(
+            level,
+            "%r has no further occurrence: %s",
+            name,
+            error,
+            extra={"action": "entry-ended", "lease_entry": name},
+        )
+        self._ended.add(name)
+        self._aside.add(name)
+        return now + timedelta(seconds=self._pause)
 
     def _later(self, name: str, now: datetime, error: Exception) -> datetime:
         logger.error(
@@ -123,7 +141,7 @@ def aware(instant: datetime) -> datetime:
 
 def restore(entry: Any, last: datetime) -> None:
     """Set an entry's last run, in its schedule's own zone, as Celery would have it."""
-    entry.last_run_at = last.astimezone(getattr(entry.schedule, "tz", None) or timezone.utc)
+    entry.last_run_at = last.astimezone(zone_of(entry.schedule))
 
 
 def _tell_ahead(name: str, last: datetime) -> None:

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone, tzinfo
 from itertools import islice
 from typing import Any
 
-from celery import schedules
+from celery import VERSION, schedules
 
 from celery_lease.occurrence import Missed
 
-__all__ = ["due_at", "frozen", "interval", "missed"]
+__all__ = ["Ended", "due_at", "frozen", "interval", "missed", "zone_of"]
 
 #: How far occurrences are followed one by one before looking back from now instead.
 WALK = 2000
 #: The same for the kinds that give the same occurrences from wherever one looks.
 WALK_ANYWHERE = 64
+#: Whether Celery reads a crontab in the zone of its `nowfun`, where it has one.
+_BY_ITS_CLOCK = VERSION < (5, 7)
 
 
 def interval(schedule: Any) -> timedelta | None:
@@ -34,6 +37,10 @@ def interval(schedule: Any) -> timedelta | None:
     return None
 
 
+class Ended(ValueError):
+    """The schedule has no further occurrence, as far as it says today."""
+
+
 def due_at(schedule: Any, last_run_at: datetime) -> datetime:
     """Return the first occurrence after *last_run_at*, in UTC.
 
@@ -42,6 +49,7 @@ def due_at(schedule: Any, last_run_at: datetime) -> datetime:
         last_run_at: An aware datetime: the occurrence before, or when the entry began.
 
     Raises:
+        Ended: There is none.
         ValueError: The schedule does not move on, as an interval of 0 would not.
     """
     last = last_run_at.astimezone(timezone.utc)
@@ -51,18 +59,42 @@ def due_at(schedule: Any, last_run_at: datetime) -> datetime:
         # it goes back; its occurrences before `last` are passed over.
         before, due = due, _after(schedule, due)
         if due <= before:
-            raise ValueError(f"{schedule!r} does not move on from {last.isoformat()}")
+            kind = Ended if interval(schedule) is None else ValueError
+            raise kind(f"{schedule!r} does not move on from {last.isoformat()}")
     return due
 
 
+def zone_of(schedule: Any) -> tzinfo:
+    """Return the zone in which a schedule's fields are read."""
+    nowfun = getattr(schedule, "nowfun", None)
+    if _BY_ITS_CLOCK and nowfun is not None:
+        zone: tzinfo | None = nowfun().tzinfo
+        if zone is not None:
+            return zone
+    return getattr(schedule, "tz", None) or timezone.utc
+
+
 def frozen(schedule: Any, instant: datetime) -> Any:
-    """Return a copy of *schedule* whose clock stands at *instant*."""
+    """Return a copy of *schedule* whose clock stands at *instant*, if it is Celery's clock."""
+    if not hasattr(schedule, "__dict__"):
+        return schedule
     # copy.copy() goes through __reduce__, which parses a crontab again and loses
     # what a subclass does not list there.
     clone = object.__new__(type(schedule))
+    for name in _slots(type(schedule)):
+        if hasattr(schedule, name):
+            setattr(clone, name, getattr(schedule, name))
     clone.__dict__.update(vars(schedule))
     clone.nowfun = clone.now = lambda: instant
     return clone
+
+
+def _slots(cls: type) -> set[str]:
+    found: set[str] = set()
+    for each in cls.__mro__:
+        slots = vars(each).get("__slots__", ())
+        found.update([slots] if isinstance(slots, str) else slots)
+    return found - {"__dict__", "__weakref__"}
 
 
 def missed(schedule: Any, first: datetime, now: datetime, most: int) -> Missed:
@@ -82,7 +114,8 @@ def missed(schedule: Any, first: datetime, now: datetime, most: int) -> Missed:
     anywhere = isinstance(schedule, (schedules.crontab, schedules.solar))
     steps = max(WALK_ANYWHERE if anywhere else WALK, most)
     walked = list(islice(_until(schedule, first, now), steps))
-    if due_at(schedule, walked[-1]) > now:
+    following = _following(schedule, walked[-1])
+    if following is None or following > now:
         return Missed(first=first, newest=tuple(walked[-most:]), count=len(walked))
     return Missed(first=first, newest=_look_back(schedule, walked, now, most), count=None)
 
@@ -116,24 +149,39 @@ def _in_phase(schedule: Any, known: datetime, start: datetime) -> datetime:
 
 def _until(schedule: Any, due: datetime, now: datetime) -> Iterator[datetime]:
     """Yield *due* and the occurrences that follow it, up to *now*."""
-    while due <= now:
-        yield due
-        due = due_at(schedule, due)
+    following: datetime | None = due
+    while following is not None and following <= now:
+        yield following
+        following = _following(schedule, following)
+
+
+def _following(schedule: Any, due: datetime) -> datetime | None:
+    try:
+        return due_at(schedule, due)
+    except Ended:
+        return None
 
 
 def _after(schedule: Any, last: datetime) -> datetime:
     every = interval(schedule)
     if every is not None:
         return last + every
-    # In the schedule's own zone: that is where a crontab's fields are read.
-    zone = getattr(schedule, "tz", None) or timezone.utc
-    local = last.astimezone(zone)
+    local = last.astimezone(zone_of(schedule))
     clone = frozen(schedule, local)
-    try:
-        remaining = clone.remaining_estimate(local)
-    except NotImplementedError:
-        # Celery asks a schedule of the user's own for is_due() alone.
-        due, seconds = clone.is_due(local)
-        remaining = timedelta(0) if due else timedelta(seconds=seconds)
-    due_at: datetime = last + remaining
-    return due_at
+    if hasattr(clone, "remaining_estimate"):
+        with suppress(NotImplementedError):
+            due: datetime = last + clone.remaining_estimate(local)
+            return due
+    return _asked(schedule, clone, local)
+
+
+def _asked(schedule: Any, clone: Any, last: datetime) -> datetime:
+    """Return when ``is_due()`` says: of a schedule of the user's own Celery asks no more."""
+    due, seconds = clone.is_due(last)
+    if not due:
+        return (last + timedelta(seconds=seconds)).astimezone(timezone.utc)
+    # At the very instant at which it ran? Then it goes by another clock than Celery's.
+    due, seconds = schedule.is_due(last)
+    now = datetime.now(timezone.utc)
+    later = timedelta(seconds=seconds)
+    return max(now, last + later) if due else now + later

@@ -141,6 +141,10 @@ class Settings:
         return [PREFIX + each.name for each in fields(cls)]
 
 
+#: Seconds of a hundred years.
+LONGEST = 100 * 365.25 * 86400
+
+
 def duration(setting: str, value: Any) -> float:
     """Return *value*, a number of seconds or a timedelta, as seconds.
 
@@ -148,11 +152,17 @@ def duration(setting: str, value: Any) -> float:
         ConfigurationError: It is neither.
     """
     if isinstance(value, timedelta):
-        return value.total_seconds()
+        value = value.total_seconds()
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value):
         raise ConfigurationError(
             f"{setting} = {value!r} is not a duration; give seconds as a number or a timedelta",
+            setting=setting,
+        )
+    if value > LONGEST:
+        raise ConfigurationError(
+            f"{setting} = {value:g} is more than a hundred years, which no database can add to "
+            f"a date; give seconds",
             setting=setting,
         )
     return float(value)

@@ -278,6 +278,18 @@ WRONG = {
         "beat_lease_engine_options",
         "remove it",
     ),
+    "isolation by the way": (
+        {"beat_lease_engine_options": {"execution_options": {"isolation_level": "AUTOCOMMIT"}}},
+        "beat_lease_engine_options",
+        "remove it",
+    ),
+    "in shared memory": (
+        {"beat_lease_url": "sqlite:///file::memory:?cache=shared&uri=true"},
+        "beat_lease_url",
+        "name a file",
+    ),
+    "another driver": ({"beat_lease_url": "mysql://u:secret@h/d"}, "MySQLdb", "mysql+pymysql://"),
+    "for ever": ({"beat_lease_ttl": 1e18}, "beat_lease_ttl", "seconds"),
     "option": ({"beat_lease_engine_options": {"nope": 1}}, "beat_lease_engine_options", "nope"),
     "argument": (
         {"beat_lease_engine_options": {"connect_args": {"nope": 1}}},

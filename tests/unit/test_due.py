@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from celery import Celery, schedules
 
-from celery_lease.due import due_at, missed
+from celery_lease.due import Ended, due_at, missed
 
 UTC = timezone.utc
 START = datetime(2026, 3, 28, 12, 0, 0, 123456, tzinfo=UTC)
@@ -148,6 +148,76 @@ def test_a_schedule_that_does_not_move_on_is_an_error():
     """An interval of 0 has no next occurrence; the entry is set aside instead of looping."""
     with pytest.raises(ValueError, match="does not move on"):
         due_at(schedules.schedule(0, app=app_in("UTC")), START)
+
+
+class Once(schedules.BaseSchedule):
+    """Fires once, as django-celery-beat's clocked schedule does."""
+
+    def __init__(self, at, **kwargs):
+        super().__init__(**kwargs)
+        self.at = at
+
+    def remaining_estimate(self, last_run_at):
+        return self.at - self.now()
+
+
+def test_a_schedule_of_one_occurrence_fires_it_and_ends():
+    """To look for the one after must not lose the one that is due."""
+    once = Once(START, app=app_in("UTC"))
+
+    first = due_at(once, START - timedelta(days=1))
+
+    assert first == START
+    assert missed(once, first, START + timedelta(seconds=1), 2).newest == (START,)
+    with pytest.raises(Ended):
+        due_at(once, START)
+
+
+class OwnClock:
+    """Asks the system for the time, has one method, and keeps no attributes."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def is_due(self, last_run_at):
+        left = self.seconds - (datetime.now(UTC) - last_run_at).total_seconds()
+        return (left <= 0, left if left > 0 else self.seconds)
+
+
+class Flag:
+    """Is due for as long as something is so."""
+
+    up = True
+
+    def is_due(self, last_run_at):
+        return (self.up, 5.0)
+
+
+@pytest.mark.parametrize("schedule", [OwnClock(60), Flag()], ids=["own clock", "flag"])
+def test_a_schedule_that_goes_by_another_clock_is_due_when_it_says_so(schedule):
+    """Stock beat asks for is_due() alone, so anything that answers is a schedule."""
+    before = datetime.now(UTC)
+
+    due = due_at(schedule, before - timedelta(hours=1))
+
+    assert before <= due <= datetime.now(UTC)
+    assert missed(schedule, due, datetime.now(UTC), 2).newest == (due,)
+    assert due_at(schedule, due) - due >= timedelta(seconds=5), "not over and over"
+
+
+def test_a_crontab_whose_clock_has_a_zone_is_read_as_celery_reads_it():
+    """Which zone that is depends on the version of Celery."""
+    zone = ZoneInfo("America/New_York")
+    schedule = schedules.crontab(
+        minute=30, hour=7, nowfun=lambda: datetime.now(zone), app=app_in("UTC")
+    )
+    last = schedule.nowfun()  # As an entry begins, and goes on.
+
+    celerys = datetime.now(UTC) + schedule.remaining_estimate(last)
+
+    assert abs(due_at(schedule, last) - celerys) < timedelta(seconds=5)
 
 
 def test_asking_leaves_the_schedule_alone():

@@ -23,6 +23,9 @@ _DATABASES: Mapping[str, Database] = {
     "sqlite": SQLite(),
 }
 
+#: The extra that installs a driver, and the driver.
+_DRIVERS = {"postgresql": ("postgresql", "psycopg"), "mysql": ("mysql", "pymysql")}
+
 _EXAMPLES = "postgresql+psycopg://…, mysql+pymysql://… or sqlite:///…"
 
 
@@ -65,22 +68,21 @@ def create_engine(
         ConfigurationError: The URL, its driver or the options cannot be used.
     """
     parsed, database = _parse(url)
-    if "isolation_level" in options:
+    given = (options, options.get("execution_options") or {})
+    if any("isolation_level" in each for each in given):
         raise ConfigurationError(
             "beat_lease_engine_options: isolation_level is not yours to choose, the store's "
             "statements rely on their own; remove it",
             setting="beat_lease_engine_options",
         )
     arguments = database.engine_arguments(parsed.get_dialect().driver, lock_wait, statement_wait)
-    connect_args = {**arguments.pop("connect_args", {}), **options.get("connect_args", {})}
+    connect_args = {**arguments.pop("connect_args", {}), **(options.get("connect_args") or {})}
     arguments = {"pool_pre_ping": True, **arguments, **options, "connect_args": connect_args}
     try:
         engine = sa.create_engine(parsed, **arguments)
     except ImportError as error:
-        extra = "mysql" if parsed.get_backend_name() in ("mysql", "mariadb") else "postgresql"
         raise _wrong_url(
-            f" = {masked(url)!r}: its driver is not installed ({error}); "
-            f"pip install 'celery-lease[{extra}]'"
+            f" = {masked(url)!r}: its driver is not installed ({error}); {_driver_for(parsed)}"
         ) from None
     except (TypeError, sa.exc.ArgumentError) as error:
         raise ConfigurationError(
@@ -101,7 +103,7 @@ def _parse(url: str) -> tuple[sa.URL, Database]:
         ) from None
     except (sa.exc.ArgumentError, ValueError):
         raise _wrong_url(f" = {shown!r} is not an SQLAlchemy URL; write {_EXAMPLES}") from None
-    if dialect.name == "sqlite" and parsed.database in (None, "", ":memory:"):
+    if dialect.name == "sqlite" and _in_memory(parsed):
         raise _wrong_url(
             f" = {shown!r} is a database in memory, which no other process can see; name a file"
         )
@@ -110,6 +112,25 @@ def _parse(url: str) -> tuple[sa.URL, Database]:
             f" = {shown!r} names an asynchronous driver; use psycopg, PyMySQL or sqlite3"
         )
     return parsed, database_of(dialect)
+
+
+def _driver_for(url: sa.URL) -> str:
+    """Return what to do about a driver that is not installed."""
+    backend = url.get_backend_name()
+    if backend == "sqlite":
+        return "write sqlite:///…"
+    extra, driver = _DRIVERS["mysql" if backend == "mariadb" else backend]
+    other = "" if url.get_driver_name() == driver else f"write {backend}+{driver}://… and "
+    return f"{other}pip install 'celery-lease[{extra}]'"
+
+
+def _in_memory(url: sa.URL) -> bool:
+    name = url.database or ""
+    return (
+        name in ("", ":memory:")
+        or name.startswith("file::memory:")
+        or (url.query.get("mode") == "memory")
+    )
 
 
 def _listen(
