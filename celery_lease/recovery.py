@@ -26,6 +26,8 @@ logger = logging.getLogger("celery_lease.scheduler")
 
 #: An attempt from which on it is worth a warning.
 MANY_ATTEMPTS = 3
+#: How many batches of unsettled runs one round looks through.
+PAGES = 10
 
 
 class Recovery:
@@ -76,12 +78,8 @@ class Recovery:
 
     def _lost(self, term: Term, limit: int) -> list[Run]:
         """Return published runs whose worker seems to have died with them."""
-        if limit <= 0:
-            return []
         age = self._settings.redispatch_after
-        found = self._ledger.unsettled(term, age=age, limit=limit)
-        now = self._now()
-        return [each for each in found if self._given(each.entry, now, each.published_at) > age]
+        return self._late(term, lambda _run: age, age=age, limit=limit)
 
     def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
         """Send again runs that are lost even though their epoch is the current one.
@@ -93,19 +91,43 @@ class Recovery:
             term: Our term.
             wishes: Entries that ask for it, with the seconds after which.
         """
-        now = self._now()
+
+        def allowed(run: Run) -> float:
+            return wishes[run.entry] * 2.0 ** (run.attempt - 1)
+
         names = list(wishes)
         for at in range(0, len(names), BATCH):
             some = names[at : at + BATCH]
             age = min(wishes[each] for each in some)
-            found = self._ledger.unsettled(term, age=age, limit=BATCH, entries=some)
-            late = [
+            self._take_up(term, self._late(term, allowed, age=age, limit=BATCH, entries=some))
+
+    def _late(
+        self,
+        term: Term,
+        allowed: Callable[[Run], float],
+        *,
+        age: float,
+        limit: int,
+        entries: Sequence[str] | None = None,
+    ) -> list[Run]:
+        """Return unsettled runs that had more time than they are allowed, oldest first.
+
+        Those that are still allowed some are passed over: they must not hide the others.
+        """
+        now = self._now()
+        late: list[Run] = []
+        for page in range(PAGES if limit > 0 else 0):
+            found = self._ledger.unsettled(
+                term, age=age, limit=BATCH, offset=page * BATCH, entries=entries
+            )
+            late += [
                 each
                 for each in found
-                if self._given(each.entry, now, each.published_at)
-                > wishes[each.entry] * 2 ** (each.attempt - 1)
+                if self._given(each.entry, now, each.published_at) > allowed(each)
             ]
-            self._take_up(term, late)
+            if len(found) < BATCH or len(late) >= limit:
+                break
+        return late[: max(0, limit)]
 
     def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
         """Return how many seconds a message had, its countdown left out."""

@@ -139,6 +139,7 @@ class SQLLedger:
         *,
         age: float,
         limit: int,
+        offset: int = 0,
         entries: Sequence[str] | None = None,
     ) -> list[Run]:
         """Return fenced runs that were published long ago and are not settled.
@@ -147,6 +148,7 @@ class SQLLedger:
             term: The leader's term.
             age: Seconds since they were published, at least.
             limit: At most so many, oldest first.
+            offset: How many to pass over.
             entries: Of these entries, under whatever epoch; None for runs of every
                 entry that were published under an older epoch.
         """
@@ -157,7 +159,7 @@ class SQLLedger:
             found &= run_table.c.epoch < term.epoch
         else:
             found &= run_table.c.entry.in_(entries)
-        return self._open_runs(term.name, found, limit=limit)
+        return self._open_runs(term.name, found, limit=limit, offset=offset)
 
     def reclaim(self, term: Term, runs: Sequence[Run]) -> set[str]:
         """Claim runs again under this term, each where it is still as it was read.
@@ -259,7 +261,7 @@ class SQLLedger:
 
     # --- inside -------------------------------------------------------------------------
 
-    def _open_runs(self, lease: str, condition: Any, *, limit: int) -> list[Run]:
+    def _open_runs(self, lease: str, condition: Any, *, limit: int, offset: int = 0) -> list[Run]:
         query = (
             _OPEN.where(
                 run_table.c.lease == lease,
@@ -269,6 +271,7 @@ class SQLLedger:
             )
             .order_by(run_table.c.claimed_at)
             .limit(limit)
+            .offset(offset)
         )
         with translated(self.engine), self.engine.connect() as connection:
             return [_run(row) for row in connection.execute(query)]

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from celery.beat import BeatLazyFunc, Scheduler, Service
 from celery.schedules import crontab
 
+from celery_lease import recovery
 from celery_lease.errors import StoreUnavailable
 from celery_lease.publish import Undelivered
 from celery_lease.signals import occurrence_skipped
@@ -580,6 +581,25 @@ def test_a_lost_run_of_this_epoch_is_sent_again_where_the_entry_asks(cluster):
     beat.go()
 
     assert [entry for entry, _, _ in cluster.sent()] == ["asks"]
+
+
+def test_runs_that_have_time_yet_do_not_hide_a_lost_one(cluster, monkeypatch):
+    """What a round reads is bounded, and a countdown of a day is no loss."""
+    monkeypatch.setattr(recovery, "BATCH", 2)
+    slow = {"schedule": 60.0, "fenced": True, "misfire": "all", "options": {"countdown": 86400}}
+    schedule = {"a-slow": slow, "lost": {"schedule": 240.0, "fenced": True}}
+    first, second = (cluster.beat(schedule, beat_lease_redispatch_after=60) for _ in range(2))
+    first.at(seconds=181).go().at(seconds=241).go()
+    assert len(cluster.messages()) == 5
+    two_minutes_ago = datetime.now(timezone.utc) - timedelta(minutes=2)
+    cluster.write(sa.update(run_table).values(published_at=two_minutes_ago))
+    cluster.depose()
+
+    second.clock = datetime.now(timezone.utc)
+    second.turn = lambda term: 1.0  # Nothing new, whatever the hour is.
+    second.go()
+
+    assert [entry for entry, _, epoch in cluster.sent() if epoch == 2] == ["lost"]
 
 
 def test_each_attempt_at_a_lost_run_gets_twice_the_time(cluster):
