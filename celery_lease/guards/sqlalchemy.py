@@ -355,6 +355,7 @@ _guards: WeakKeyDictionary[sa.Connection, Guard] = WeakKeyDictionary()
 def _listen() -> None:
     sa.event.listen(sa.Engine, "commit", _on_commit)
     sa.event.listen(sa.Engine, "begin", _on_begin)
+    sa.event.listen(sa.Engine, "before_cursor_execute", _on_statement)
 
 
 def _on_commit(connection: sa.Connection) -> None:
@@ -367,3 +368,8 @@ def _on_begin(connection: sa.Connection) -> None:
     guard = _guards.get(connection)
     if guard is not None:
         guard.begin()
+
+
+def _on_statement(connection: sa.Connection, cursor: Any, statement: str, *rest: Any) -> None:
+    if connection in _guards:
+        database_of(connection.dialect).begin_guarded(connection, statement)

@@ -191,6 +191,50 @@ def test_sqlite_with_and_without_explicit_begins(
     assert desk.notes() == [1]
 
 
+def test_a_table_made_in_sqlite_is_not_there_when_stale(
+    sqlite_url: str, desks: Callable[..., Desk]
+) -> None:
+    """DDL is part of a transaction here, but sqlite3 begins none for it."""
+    desk = desks(sqlite_url)
+    stale = desk.fence()
+    desk.lease.depose()
+    with pytest.raises(StaleEpoch), stale.transaction(desk.engine) as connection:
+        connection.exec_driver_sql("CREATE TABLE made (id INTEGER)")
+    assert not sa.inspect(desk.engine).has_table("made")
+
+
+def test_a_renewal_after_the_first_read_does_not_turn_sqlites_first_write_away(
+    sqlite_url: str, desks: Callable[..., Desk]
+) -> None:
+    """A transaction from the first read on would be "locked" with its old snapshot."""
+    desk = desks(sqlite_url)
+    with desk.fence().transaction(sessionmaker(desk.engine)) as session:
+        session.execute(sa.select(Note.id)).all()
+        desk.lease._store.renew(desk.lease.term, 3600)
+        with session.begin_nested():
+            write(session, 1)
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+def test_sqlites_explicit_begins_go_on_after_a_rollback_inside(
+    sqlite_url: str, desks: Callable[..., Desk], kind: str
+) -> None:
+    """The user's own BEGIN comes at the same event as the guard, and only one may begin."""
+    desk = desks(sqlite_url)
+
+    @sa.event.listens_for(desk.engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    target = desk.engine if kind == "Engine" else sessionmaker(desk.engine)
+    with desk.fence().transaction(target) as work:
+        work.rollback()
+        with work.begin_nested():
+            write(work, 1)
+    assert desk.notes() == [1]
+
+
 # --- a COMMIT whose answer is lost --------------------------------------------------------
 
 

@@ -258,6 +258,83 @@ def test_savepoints_inside_are_the_users_own(desk: Desk, kind: str) -> None:
     assert desk.lease.outcome(fence.ticket.task_id) == "committed"
 
 
+def in_savepoint(work: Any) -> None:
+    """Write a note in a savepoint."""
+    with work.begin_nested():
+        write(work, 1)
+
+
+def from_cte(work: Any) -> None:
+    """Write a note with a statement that begins with its source."""
+    source = sa.select(sa.literal(1).label("id")).cte("source")
+    note = sa.insert(Note).from_select(["id", "epoch"], sa.select(source.c.id, sa.literal(0)))
+    work.execute(note)
+
+
+def in_joined_session(work: Any) -> None:
+    """Write a note in a session that joins the transaction with a savepoint."""
+    connection = work.connection() if isinstance(work, Session) else work
+    with Session(connection, join_transaction_mode="create_savepoint") as session:
+        session.add(Note(id=1, epoch=0))
+        session.commit()
+
+
+FIRST = [in_savepoint, from_cte, in_joined_session]
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_whatever_writes_first_is_turned_away_when_stale(
+    desk: Desk, kind: str, first: Callable[[Any], None]
+) -> None:
+    """sqlite3 begins late: a savepoint or a CTE as the first thing would commit by itself."""
+    stale = desk.fence()
+    desk.lease.depose()
+    with (
+        desk.target(kind) as target,
+        pytest.raises(StaleEpoch),
+        stale.transaction(target) as work,
+    ):
+        first(work)
+    assert desk.notes() == []
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_whatever_writes_first_goes_with_the_block(
+    desk: Desk, kind: str, first: Callable[[Any], None]
+) -> None:
+    """Rolled back with it after an exception, and for a second delivery."""
+    fence, again = desk.fence("same"), desk.fence("same")
+    with desk.target(kind) as target:
+        with pytest.raises(ZeroDivisionError), fence.transaction(target) as work:
+            first(work)
+            raise ZeroDivisionError
+        with fence.transaction(target):
+            pass
+        with pytest.raises(AlreadySettled), again.transaction(target) as work:
+            first(work)
+    assert desk.notes() == []
+
+
+@pytest.mark.parametrize("first", [in_savepoint, from_cte])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_whatever_writes_first_after_a_rollback_inside_goes_with_the_block(
+    desk: Desk, kind: str, first: Callable[[Any], None]
+) -> None:
+    """The second transaction in the block begins as late as the first."""
+    with (
+        desk.target(kind) as target,
+        pytest.raises(ZeroDivisionError),
+        desk.fence().transaction(target) as work,
+    ):
+        write(work, 2)
+        work.rollback()
+        first(work)
+        raise ZeroDivisionError
+    assert desk.notes() == []
+
+
 @pytest.mark.parametrize("kind", TARGETS)
 def test_an_exception_in_the_block_rolls_back_and_settles_nothing(desk: Desk, kind: str) -> None:
     """The task may catch it and try another final block."""

@@ -110,6 +110,9 @@ class Database:
         """Return whether (lease, epoch, term) is current, locking as :meth:`settle` does."""
         raise NotImplementedError
 
+    def begin_guarded(self, connection: sa.Connection, statement: str) -> None:
+        """Make sure that *statement* of a guarded transaction is in one: drivers may be late."""
+
     def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
         """Have the server end this transaction after so many seconds of silence."""
 

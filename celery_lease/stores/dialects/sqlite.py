@@ -5,6 +5,7 @@ The clock is the host's, in milliseconds.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ from celery_lease.stores.schema import commit_table, fence_table, lease_table
 __all__ = ["SQLite"]
 
 _FORMAT = "'%Y-%m-%d %H:%M:%f000', 'now'"
+
+#: What needs no transaction: it writes nothing, or must not be in one, or begins one.
+_NO_BEGIN = re.compile(r"\s*(SELECT|EXPLAIN|PRAGMA|BEGIN)\b", re.IGNORECASE)
 
 #: How long to wait for others who make the tables too, in seconds.
 _PATIENCE = 60.0
@@ -137,6 +141,17 @@ class SQLite(OnConflict):
         """Take the write lock and look."""
         values = {"of_lease": lease, "of_epoch": epoch, "of_term": term}
         return bool(connection.execute(self._CHECK, values).rowcount == 1)
+
+    def begin_guarded(self, connection: sa.Connection, statement: str) -> None:
+        """Send the BEGIN that the driver sends before INSERT, UPDATE and DELETE only.
+
+        Without it ``RELEASE SAVEPOINT`` is a commit, and so is each ``WITH … INSERT`` and
+        each DDL statement. Not before a mere read: its snapshot would be held from there
+        on, and a renewal of the lease in between would turn the first write away.
+        """
+        dbapi: Any = connection.connection.dbapi_connection
+        if not dbapi.in_transaction and _NO_BEGIN.match(statement) is None:
+            dbapi.execute("BEGIN").close()
 
     def autocommits(self, connection: sa.Connection) -> bool:
         """Look for an open transaction: isolation_level None may mean explicit BEGINs."""
