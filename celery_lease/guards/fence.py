@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch, UnsafeTransaction
+from celery_lease.guards.sqlalchemy import Guard, guarded, plain
 from celery_lease.occurrence import Occurrence
 from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
 
@@ -110,8 +111,6 @@ class TaskFence:
             MissingFence: The target is not in the lease database. Nothing was written.
             UnsafeTransaction: The guard cannot be the last word here.
         """
-        from celery_lease.guards.sqlalchemy import Guard, guarded
-
         with self._block(final):
             guard = Guard(self.ticket, self.store, final=final, idle=idle)
             with guarded(target, guard) as work:
@@ -194,8 +193,6 @@ class Unfenced:
         self, target: Any, *, final: bool = True, idle: float | None = None
     ) -> AbstractContextManager[Any]:
         """Open a plain transaction on the same kinds of target."""
-        from celery_lease.guards.sqlalchemy import plain
-
         return plain(target)
 
     def atomic(

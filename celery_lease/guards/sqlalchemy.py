@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -86,7 +85,6 @@ class Guard:
         database = database_of(connection.dialect)
         if database.autocommits(connection):
             raise self.unsafe("the connection is in AUTOCOMMIT, so writes would precede the guard")
-        _listen()
         self._engine = connection.engine
         self._connections.add(connection)
         _guards[connection] = self
@@ -347,29 +345,27 @@ def _roll_back(connection: sa.Connection) -> None:
 # --- the engine's events ------------------------------------------------------------------
 
 #: Connections in a guarded block. Listeners on the class see all engines, those of
-#: ``engine.execution_options(…)`` too, on which SQLAlchemy 2.0 has no events.
+#: ``engine.execution_options(…)`` too, on which SQLAlchemy 2.0 has no events. They come
+#: with the import: added by the first block, they might be added by two threads at once,
+#: and under the eyes of a third one that goes through the list.
 _guards: WeakKeyDictionary[sa.Connection, Guard] = WeakKeyDictionary()
 
 
-@cache
-def _listen() -> None:
-    sa.event.listen(sa.Engine, "commit", _on_commit)
-    sa.event.listen(sa.Engine, "begin", _on_begin)
-    sa.event.listen(sa.Engine, "before_cursor_execute", _on_statement)
-
-
+@sa.event.listens_for(sa.Engine, "commit")
 def _on_commit(connection: sa.Connection) -> None:
     guard = _guards.get(connection)
     if guard is not None:
         guard.pass_or_refuse(connection)
 
 
+@sa.event.listens_for(sa.Engine, "begin")
 def _on_begin(connection: sa.Connection) -> None:
     guard = _guards.get(connection)
     if guard is not None:
         guard.begin()
 
 
+@sa.event.listens_for(sa.Engine, "before_cursor_execute")
 def _on_statement(connection: sa.Connection, cursor: Any, statement: str, *rest: Any) -> None:
     if connection in _guards:
         database_of(connection.dialect).begin_guarded(connection, statement)

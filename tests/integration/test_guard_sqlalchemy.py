@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -591,3 +593,14 @@ def test_sessions_outside_the_block_are_left_alone(desk: Desk) -> None:
         session.add(Note(id=2, epoch=0))
         session.commit()
     assert desk.notes() == [1, 2]
+
+
+def test_the_engines_events_are_heard_before_there_are_threads() -> None:
+    """Two first blocks at once would have the guard run twice, and later blocks fail."""
+    script = (
+        "import sqlalchemy as sa, celery_lease.task\n"
+        "from celery_lease.guards import sqlalchemy as guards\n"
+        "assert sa.event.contains(sa.Engine, 'commit', guards._on_commit)\n"
+        "assert sa.event.contains(sa.Engine, 'begin', guards._on_begin)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
