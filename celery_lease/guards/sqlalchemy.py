@@ -65,10 +65,11 @@ class Guard:
         """Whether the transaction is still to be committed."""
         return self._state is _State.OPEN
 
-    @property
-    def enrolled(self) -> bool:
-        """Whether the transaction has begun on a connection."""
-        return self._engine is not None
+    def bind_arguments(self, session: Session) -> dict[str, Any]:
+        """Return what leads *session* to the engine of the transaction that it rolled back."""
+        if self._engine is None or isinstance(session.bind, sa.Connection):
+            return {}
+        return {"bind": self._engine}
 
     def enroll(self, connection: sa.Connection) -> None:
         """Make this guard the last word of the transaction that begins on *connection*.
@@ -263,12 +264,15 @@ def _session(session: Session, guard: Guard) -> Iterator[None]:
     try:
         for connection in _begun(session):
             guard.enroll(connection)
-        if not session.autobegin and not session.in_transaction():
-            session.begin()
+        _begin(session)
         yield
         guard.raise_refusal()
-        if guard.open and not guard.enrolled:
-            session.connection()
+        _begin(session)  # Ended inside: there is still an outcome to record.
+        if guard.open:
+            # What it has to write says best on which of its engines.
+            session.flush()
+        if guard.open and not _begun(session):
+            session.connection(bind_arguments=guard.bind_arguments(session))
         _commit(session, guard)
         guard.must_have_spoken()
     except BaseException:
@@ -296,6 +300,12 @@ def _connection(connection: sa.Connection, guard: Guard) -> Iterator[None]:
         raise
     finally:
         guard.leave()
+
+
+def _begin(session: Session) -> None:
+    """Begin where a session does not do so by itself."""
+    if not session.autobegin and not session.in_transaction():
+        session.begin()
 
 
 def _commit(work: Session | sa.Connection, guard: Guard) -> None:

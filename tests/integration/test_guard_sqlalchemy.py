@@ -246,6 +246,17 @@ def test_what_was_rolled_back_inside_is_gone_and_the_rest_is_guarded(
 
 
 @pytest.mark.parametrize("kind", TARGETS)
+def test_a_rollback_inside_with_nothing_after_it_still_settles(desk: Desk, kind: str) -> None:
+    """A duplicate key that was swallowed, say."""
+    fence = desk.fence()
+    with desk.target(kind) as target, fence.transaction(target) as work:
+        write(work, 1)
+        work.rollback()
+    assert desk.notes() == []
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("kind", TARGETS)
 def test_savepoints_inside_are_the_users_own(desk: Desk, kind: str) -> None:
     """Releasing a savepoint is no commit; rolling back to one is no rollback of the block."""
     fence = desk.fence()
@@ -524,6 +535,52 @@ def test_a_session_on_two_engines_is_refused_where_it_touches_the_second(desk: D
         session.execute(sa.insert(local).values(id=1))
     other.dispose()
     assert desk.notes() == []
+
+
+class Routed(Session):
+    """A session that writes to the leader and reads from a follower."""
+
+    leader: sa.Engine
+
+    def get_bind(self, *arguments: Any, clause: Any = None, bind: Any = None, **kw: Any) -> Any:
+        """Return an engine as the recipe in SQLAlchemy's documentation does."""
+        if bind is not None:
+            return bind
+        if self._flushing or isinstance(clause, (sa.Insert, sa.Update, sa.Delete)):
+            return self.leader
+        return sa.create_engine("sqlite://")
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+@pytest.mark.parametrize("kind", ["binds", "routed"])
+def test_a_session_that_chooses_its_engine_by_what_it_writes_is_not_asked_before(
+    desk: Desk, kind: str, rollback: bool
+) -> None:
+    """Asked without a mapper, it knows no engine, or names another one."""
+    if kind == "binds":
+        maker = sessionmaker(binds={Note: desk.engine})
+    else:
+        maker = sessionmaker(class_=type("Routing", (Routed,), {"leader": desk.engine}))
+    fence = desk.fence()
+    with fence.transaction(maker) as session:
+        session.add(Note(id=1, epoch=0))
+        if rollback:
+            session.flush()
+            session.rollback()
+    assert desk.notes() == ([] if rollback else [1])
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("way", ["commit", "rollback", None])
+def test_a_session_without_autobegin_is_begun_for_the_block(desk: Desk, way: str | None) -> None:
+    """And again where the body ended its transaction."""
+    fence = desk.fence()
+    with fence.transaction(sessionmaker(desk.engine, autobegin=False)) as session:
+        write(session, 1)
+        if way is not None:
+            getattr(session, way)()
+    assert desk.notes() == ([] if way == "rollback" else [1])
+    assert desk.lease.outcome(fence.ticket.task_id) == "committed"
 
 
 def test_hooks_before_the_commit_write_ahead_of_the_guard(desk: Desk) -> None:
