@@ -225,8 +225,10 @@ def guarded(target: Any, guard: Guard) -> Iterator[Any]:
 def plain(target: Any) -> Iterator[Any]:
     """Yield the session or connection of a transaction without a guard."""
     with _opened(target) as work:
+        _begin(work)
         try:
             yield work
+            _begin(work)
             work.commit()
         except BaseException:
             work.rollback()
@@ -302,10 +304,10 @@ def _connection(connection: sa.Connection, guard: Guard) -> Iterator[None]:
         guard.leave()
 
 
-def _begin(session: Session) -> None:
+def _begin(work: Session | sa.Connection) -> None:
     """Begin where a session does not do so by itself."""
-    if not session.autobegin and not session.in_transaction():
-        session.begin()
+    if isinstance(work, Session) and not work.autobegin and not work.in_transaction():
+        work.begin()
 
 
 def _commit(work: Session | sa.Connection, guard: Guard) -> None:

@@ -26,7 +26,7 @@ from celery_lease.errors import (
     StaleEpoch,
     UnsafeTransaction,
 )
-from celery_lease.guards.fence import TaskFence
+from celery_lease.guards.fence import TaskFence, Unfenced
 from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.testing import HeldLease, hold
 
@@ -581,6 +581,20 @@ def test_a_session_without_autobegin_is_begun_for_the_block(desk: Desk, way: str
             getattr(session, way)()
     assert desk.notes() == ([] if way == "rollback" else [1])
     assert desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("way", ["commit", "rollback", None])
+@pytest.mark.parametrize("autobegin", [True, False])
+def test_an_unfenced_call_opens_a_plain_transaction(
+    desk: Desk, autobegin: bool, way: str | None
+) -> None:
+    """On the same targets as a guarded one, a session without autobegin included."""
+    maker = sessionmaker(desk.engine, autobegin=autobegin)
+    with Unfenced().transaction(maker) as session:
+        write(session, 1)
+        if way is not None:
+            getattr(session, way)()
+    assert desk.notes() == ([] if way == "rollback" else [1])
 
 
 def test_hooks_before_the_commit_write_ahead_of_the_guard(desk: Desk) -> None:
