@@ -6,7 +6,7 @@ guarded data live in the same database.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,13 @@ class _Result:
 
 @contextmanager
 def guarded(
-    using: str, ticket: Ticket, store: FenceStore, *, final: bool, idle: float | None
+    using: str,
+    ticket: Ticket,
+    store: FenceStore,
+    committed: Callable[[], None],
+    *,
+    final: bool,
+    idle: float | None,
 ) -> Iterator[Any]:
     """Yield Django's connection in a transaction whose last statement is the guard.
 
@@ -87,6 +93,7 @@ def guarded(
         using: Alias of the database.
         ticket: What is shown at the fence.
         store: The lease database, for what has to be asked afresh.
+        committed: Called once the transaction is committed, before the user's hooks.
         final: Whether passing settles the ticket's task, or is only a check.
         idle: Seconds of silence after which the server ends the transaction, from
             its start on; None for the guard's last round trip only.
@@ -103,9 +110,17 @@ def guarded(
         )
     seen = _Connection(connection)
     database = database_of(seen.dialect)
-    passed = False
+    passed = answered = False
+
+    def answer() -> None:
+        nonlocal answered
+        answered = True
+        committed()
+
     try:
         with transaction.atomic(using=using, durable=True):
+            # The first of its hooks: an error of a later one is no answer to COMMIT.
+            transaction.on_commit(answer, using=using)
             if idle is not None:
                 database.limit_idle(seen, idle)  # type: ignore[arg-type] # as much as it needs
             yield connection
@@ -113,8 +128,9 @@ def guarded(
             passed = True
     except DatabaseError as error:
         # Its COMMIT was sent, and the answer was an error: the ledger knows.
-        if not (passed and final and _is_committed(ticket, store, error)):
+        if answered or not (passed and final and _is_committed(ticket, store, error)):
             raise
+        committed()
     finally:
         if connection.connection is not None:
             database.give_back(connection.connection, seen.info)

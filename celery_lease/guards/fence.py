@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch, UnsafeTransaction
+from celery_lease.errors import (
+    AlreadySettled,
+    FencingError,
+    StaleEpoch,
+    StoreError,
+    UnsafeTransaction,
+)
 from celery_lease.guards.sqlalchemy import Guard, guarded, plain
 from celery_lease.occurrence import Occurrence
 from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
@@ -28,13 +34,24 @@ class TaskFence:
         self.store = store
         #: The planned firing; None where its run is not on record any more.
         self.occurrence: Occurrence | None = standing.occurrence
-        #: Whether the one outcome is on record, by this execution.
-        self.settled = False
         #: Why this execution was turned away; None while it was not.
         self.refused: FencingError | None = None
         #: Whether another message goes on with this task id: a retry, a replacement.
         self.handed_on = False
         self._open = False
+        self._settled = False
+        #: The guard of the block that is open, where its body can commit.
+        self._guard: Guard | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the one outcome is on record, by this execution.
+
+        Raises:
+            StoreError: There was a commit inside the open block, and the database does
+                not say whether it succeeded.
+        """
+        return self._settled or (self._guard is not None and self._guard.has_settled())
 
     @property
     def epoch(self) -> int:
@@ -85,7 +102,7 @@ class TaskFence:
             self.store.settle(self.ticket, outcome)
         except FencingError as error:
             self._raise(error)
-        self.settled = True
+        self._settled = True
 
     @contextmanager
     def transaction(
@@ -111,10 +128,16 @@ class TaskFence:
             MissingFence: The target is not in the lease database. Nothing was written.
             UnsafeTransaction: The guard cannot be the last word here.
         """
-        with self._block(final):
-            guard = Guard(self.ticket, self.store, final=final, idle=idle)
-            with guarded(target, guard) as work:
-                yield work
+        with self._block():
+            guard = self._guard = Guard(self.ticket, self.store, final=final, idle=idle)
+            try:
+                with guarded(target, guard) as work:
+                    yield work
+            finally:
+                self._guard = None
+                # Not known is not settled: settling finds this execution's own row.
+                with suppress(StoreError, FencingError):
+                    self._settled = guard.has_settled()
 
     @contextmanager
     def atomic(
@@ -138,14 +161,17 @@ class TaskFence:
         """
         from celery_lease.guards.django import guarded
 
+        def committed() -> None:
+            self._settled = final
+
         with (
-            self._block(final),
-            guarded(using, self.ticket, self.store, final=final, idle=idle) as connection,
+            self._block(),
+            guarded(using, self.ticket, self.store, committed, final=final, idle=idle) as work,
         ):
-            yield connection
+            yield work
 
     @contextmanager
-    def _block(self, final: bool) -> Iterator[None]:
+    def _block(self) -> Iterator[None]:
         """Keep account of one guarded block."""
         if self.settled:
             raise UnsafeTransaction(
@@ -165,7 +191,6 @@ class TaskFence:
             self._raise(error)
         finally:
             self._open = False
-        self.settled = final
 
     def _raise(self, error: FencingError | None) -> None:
         if error is None:

@@ -34,6 +34,9 @@ class _State(Enum):
     OPEN = "open"
     #: The guard let the transaction pass; its COMMIT was sent.
     PASSED = "passed"
+    COMMITTED = "committed"
+    #: Its COMMIT was answered with an error, and the ledger does not know it.
+    LOST = "lost"
     REFUSED = "refused"
 
 
@@ -94,7 +97,7 @@ class Guard:
 
     def begin(self) -> None:
         """Refuse to begin a transaction once the guard has spoken."""
-        if self._state is _State.PASSED:
+        if self._state not in (_State.OPEN, _State.REFUSED):
             raise self.unsafe("the guarded block was committed inside; nothing may follow in it")
         self.raise_refusal()
 
@@ -181,6 +184,11 @@ class Guard:
             idle=self._store.idle,
         )
 
+    def succeeded(self) -> None:
+        """Take note that the COMMIT after the guard was answered."""
+        if self._state is _State.PASSED:
+            self._state = _State.COMMITTED
+
     def survives(self, error: BaseException) -> bool:
         """Find out what became of a COMMIT whose answer was an error.
 
@@ -193,13 +201,32 @@ class Guard:
         if self._state is not _State.PASSED:
             return False
         try:
-            standing = self._store.look(self.ticket)
+            found, refused = self._find()
         except (StoreError, FencingError):
             return False
-        refused = refusal(self.ticket, standing)
         if refused is not None:
             raise refused from error
-        return self._final and standing.execution == self.ticket.execution
+        return found
+
+    def has_settled(self) -> bool:
+        """Return whether the outcome is on record, by this transaction.
+
+        Of a commit inside the block nobody but the ledger knows whether it succeeded.
+
+        Raises:
+            StoreError: The ledger did not answer.
+            MissingFence: There is none.
+        """
+        if self._final and self._state is _State.PASSED:
+            return self._find()[0]
+        return self._final and self._state is _State.COMMITTED
+
+    def _find(self) -> tuple[bool, FencingError | None]:
+        """Return whether this execution's own row is there, and why it can never be."""
+        standing = self._store.look(self.ticket)
+        found = self._final and standing.execution == self.ticket.execution
+        self._state = _State.COMMITTED if found else _State.LOST
+        return found, refusal(self.ticket, standing)
 
 
 @contextmanager
@@ -311,8 +338,11 @@ def _begin(work: Session | sa.Connection) -> None:
 
 
 def _commit(work: Session | sa.Connection, guard: Guard) -> None:
+    ours = guard.open
     try:
         work.commit()
+        if ours:
+            guard.succeeded()
     except sa.exc.DBAPIError as error:
         if not guard.survives(error):
             raise

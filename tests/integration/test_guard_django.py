@@ -141,6 +141,28 @@ def test_an_exception_in_the_block_settles_nothing(counter: Counter) -> None:
     assert counter.desk.notes() == [2]
 
 
+@pytest.mark.parametrize("error", ["DatabaseError", "ZeroDivisionError"])
+def test_an_error_of_a_hook_after_the_commit_is_raised(counter: Counter, error: str) -> None:
+    """The block is committed, and settled; a DatabaseError is no lost answer to its COMMIT."""
+    from django.db import DatabaseError, transaction
+
+    kind = DatabaseError if error == "DatabaseError" else ZeroDivisionError
+    fence = counter.desk.fence()
+    seen: list[bool] = []
+
+    def fail() -> None:
+        seen.append(fence.settled)
+        raise kind
+
+    with pytest.raises(kind), fence.atomic(counter.alias):
+        counter.write(1)
+        transaction.on_commit(fail, using=counter.alias)
+        assert not fence.settled
+    assert seen == [True]
+    assert fence.settled
+    assert counter.desk.notes() == [1]
+
+
 def test_savepoints_inside_are_the_users_own(counter: Counter) -> None:
     """An inner ``atomic`` is a savepoint."""
     from django.db import transaction

@@ -209,6 +209,62 @@ def test_a_commit_inside_is_the_guarded_commit_and_nothing_follows_it(
     assert desk.notes() == [1]
 
 
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_commit_inside_is_known_whatever_follows(desk: Desk, kind: str) -> None:
+    """In the block, for ``retry()``; after an exception, for the log line and the next block."""
+    fence = desk.fence()
+    with desk.target(kind) as target:
+        with pytest.raises(ZeroDivisionError), fence.transaction(target) as work:
+            write(work, 1)
+            assert not fence.settled
+            work.commit()
+            assert fence.settled
+            raise ZeroDivisionError
+        assert fence.settled
+        with pytest.raises(UnsafeTransaction, match="final"), fence.transaction(target):
+            pass
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+@pytest.mark.parametrize("final", [True, False])
+def test_a_commit_inside_settles_only_if_it_is_one(desk: Desk, kind: str, final: bool) -> None:
+    """The guard has passed, but a hook of the user's own came after it."""
+
+    def fail(connection: sa.Connection) -> None:
+        raise ZeroDivisionError
+
+    fence = desk.fence()
+    sa.event.listen(desk.engine, "commit", fail)
+    with (
+        desk.target(kind) as target,
+        pytest.raises(ZeroDivisionError),
+        fence.transaction(target, final=final) as work,
+    ):
+        write(work, 1)
+        work.commit()
+    sa.event.remove(desk.engine, "commit", fail)
+    assert not fence.settled
+    assert desk.notes() == []
+    with desk.target(kind) as target, fence.transaction(target) as work:
+        write(work, 1)
+    assert desk.notes() == [1]
+
+
+def test_a_commit_inside_an_earlier_block_settles_nothing(desk: Desk) -> None:
+    """``final=False`` leaves no row."""
+    fence = desk.fence()
+    with (
+        pytest.raises(ZeroDivisionError),
+        fence.transaction(desk.engine, final=False) as work,
+    ):
+        write(work, 1)
+        work.commit()
+        assert not fence.settled
+        raise ZeroDivisionError
+    assert not fence.settled
+
+
 def test_objects_added_after_a_commit_inside_are_not_lost_in_silence(desk: Desk) -> None:
     """They are only flushed at the end of the block, which then has to speak up."""
     fence = desk.fence()
