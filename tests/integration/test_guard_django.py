@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import sqlalchemy as sa
 
 from celery_lease.errors import AlreadySettled, MissingFence, StaleEpoch, UnsafeTransaction
 from celery_lease.guards.fence import Unfenced
+from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
 
@@ -94,6 +96,24 @@ def test_a_block_commits_its_rows_together_with_the_outcome(counter: Counter) ->
         assert counter.desk.lease.outcome(fence.ticket.task_id) is None
     assert counter.desk.notes() == [1]
     assert counter.desk.lease.outcome(fence.ticket.task_id) == "committed"
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_block_commits_in_debug_mode_as_well(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch, final: bool
+) -> None:
+    """Django then keeps each statement with its parameters put in by ``%``."""
+    from django.conf import settings
+
+    monkeypatch.setattr(settings, "DEBUG", True)
+    fence = counter.desk.fence()
+    with fence.atomic(counter.alias, final=final):
+        counter.write(1)
+    assert counter.desk.notes() == [1]
+    with counter.desk.engine.connect() as connection:
+        at = connection.scalars(sa.select(commit_table.c.at)).all()
+    now = datetime.now(timezone.utc)
+    assert [abs(now - each) < timedelta(hours=1) for each in at] == [True] * final
 
 
 def test_a_stale_block_is_rolled_back(counter: Counter) -> None:

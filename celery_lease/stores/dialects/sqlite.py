@@ -177,15 +177,22 @@ def _to_wal(connection: sa.Connection) -> None:
         time.sleep(0.02)
 
 
+def _literal(text: str, compiler: Any) -> str:
+    """Double each % where parameters are written with one, as Django's are."""
+    doubled = compiler.dialect.paramstyle in ("format", "pyformat")
+    return text.replace("%", "%%") if doubled else text
+
+
 @compiles(utcnow, "sqlite")
 def _utcnow(element: utcnow, compiler: Any, **kw: Any) -> str:
-    return f"strftime({_FORMAT})"
+    return f"strftime({_literal(_FORMAT, compiler)})"
 
 
 @compiles(from_now, "sqlite")
 def _from_now(element: from_now, compiler: Any, **kw: Any) -> str:
     seconds = compiler.process(element.clauses, **kw)
-    return f"strftime({_FORMAT}, printf('%+.3f seconds', {seconds}))"
+    offset = _literal("'%+.3f seconds'", compiler)
+    return f"strftime({_literal(_FORMAT, compiler)}, printf({offset}, {seconds}))"
 
 
 @compiles(seconds_until, "sqlite")
