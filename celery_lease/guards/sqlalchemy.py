@@ -110,6 +110,7 @@ class Guard:
         """Let go of the connections: the block is over."""
         for connection in self._connections:
             _guards.pop(connection, None)
+            _give_back(connection)
 
     def raise_refusal(self) -> None:
         """Raise again what was raised before: swallowing it does not help."""
@@ -380,6 +381,17 @@ def _roll_back(connection: sa.Connection) -> None:
         return
     try:
         connection.dialect.do_rollback(connection.connection)
+    except connection.dialect.loaded_dbapi.Error:
+        connection.invalidate()
+
+
+def _give_back(connection: sa.Connection) -> None:
+    """Undo the idle limit on a connection that stays open: a pool does it for the others."""
+    if connection.invalidated or connection.closed:
+        return
+    dbapi = connection.connection.dbapi_connection
+    try:
+        database_of(connection.dialect).give_back(dbapi, connection.info)
     except connection.dialect.loaded_dbapi.Error:
         connection.invalidate()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
 from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
 from tests.integration.test_guard_sqlalchemy import Desk, Note, write
@@ -379,6 +380,32 @@ def test_the_limit_goes_when_the_block_is_over(
     with desk.fence().transaction(desk.engine, idle=7.0) as connection:
         assert str(connection.scalar(sa.text(variable))) in ("7s", "7")
     assert limit() == before
+
+
+@pytest.mark.parametrize("ending", ["commit", "error"])
+@pytest.mark.parametrize("kind", ["Connection", "Session on a connection"])
+def test_the_limit_goes_on_a_connection_that_stays_open(
+    server_url: str, desks: Callable[..., Desk], kind: str, ending: str
+) -> None:
+    """It is in no pool yet when its next transaction begins."""
+    desk = desks(server_url)
+    variable = sa.text(
+        "SELECT current_setting('idle_in_transaction_session_timeout')"
+        if server_url.startswith("postgresql")
+        else "SELECT @@idle_transaction_timeout"
+    )
+    with desk.engine.connect() as connection, Session(connection) as session:
+        target = connection if kind == "Connection" else session
+        before = connection.scalar(variable)
+        connection.rollback()
+        with (
+            suppress(ZeroDivisionError),
+            desk.fence().transaction(target, idle=7.0) as work,
+        ):
+            assert str(work.scalar(variable)) in ("7s", "7")
+            if ending == "error":
+                raise ZeroDivisionError
+        assert connection.scalar(variable) == before
 
 
 def test_a_takeover_waits_for_guards_in_flight_and_not_for_bodies(
