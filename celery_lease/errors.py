@@ -150,7 +150,7 @@ class MissingFence(FencingError):
 
 
 class UnsafeTransaction(FencingError):
-    """A guard was asked for where it could not be the last word of a transaction."""
+    """A guard was asked for where it could not be the last word, or not be found."""
 
 
 class StoreError(CeleryLeaseError):

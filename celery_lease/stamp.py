@@ -20,7 +20,7 @@ from celery._state import get_current_app
 from celery_lease.errors import MissingEpoch
 from celery_lease.lease import Fence
 
-__all__ = ["Stamp", "current_stamp", "enclosing_stamp", "inherit", "lend"]
+__all__ = ["Stamp", "current_stamp", "enclosing_stamp", "inherit", "lend", "running_request"]
 
 _KEYS = ("lease_name", "lease_epoch", "lease_term", "lease_run")
 #: A fifth stamp, only on what was published again after a takeover.
@@ -125,6 +125,14 @@ def enclosing_stamp() -> Stamp | None:
     return _innermost(1)
 
 
+def running_request() -> Any:
+    """Return the innermost request here that is a message's, not a function call's."""
+    for _, request in _running():
+        if request is not None and not request.called_directly:
+            return request
+    return None
+
+
 @contextmanager
 def lend(stamp: Stamp | None) -> Iterator[None]:
     """Have everything published inside inherit *stamp*: there is no current task here."""
@@ -147,18 +155,24 @@ def inherit(sender: str | None = None, headers: dict[str, Any] | None = None, **
 
 def _innermost(skip: int) -> Stamp | None:
     """Return the stamp of the innermost running task that has one, *skip* tasks left out."""
+    for task, request in _running(skip):
+        stamp = None if request is None else Stamp.of(request)
+        if stamp is not None:
+            return stamp
+        if getattr(task, "inherit_epoch", True) is False:
+            return None
+    return None
+
+
+def _running(skip: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Give each running task and its request, the innermost first, *skip* tasks left out."""
     stack = _task_stack.stack
     for place in range(len(stack) - 1 - skip, -1, -1):
         task = stack[place]
         # Each task has a stack of requests of its own.
         deeper = sum(each is task for each in stack[place + 1 :])
         requests = task.request_stack.stack
-        stamp = Stamp.of(requests[-1 - deeper]) if len(requests) > deeper else None
-        if stamp is not None:
-            return stamp
-        if getattr(task, "inherit_epoch", True) is False:
-            return None
-    return None
+        yield task, requests[-1 - deeper] if len(requests) > deeper else None
 
 
 def _inherits(name: str | None) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
@@ -33,7 +33,7 @@ from celery_lease.guards.fence import TaskFence, Unfenced
 from celery_lease.occurrence import Occurrence
 from celery_lease.republish import carry_on, follows, try_later
 from celery_lease.signals import install, refuse
-from celery_lease.stamp import Stamp, enclosing_stamp
+from celery_lease.stamp import Stamp, current_stamp, enclosing_stamp, running_request
 from celery_lease.stores.fences import Ticket, refusal
 
 __all__ = ["FencedTask"]
@@ -47,9 +47,18 @@ else:
 
 T = TypeVar("T")
 
-#: The fence of the body that runs here and now. A task that is called directly in
-#: that body works behind the same fence.
-_running: ContextVar[TaskFence | None] = ContextVar("celery_lease_fence", default=None)
+
+class _Body(NamedTuple):
+    fence: TaskFence
+    #: What its request is marked with, and the copies of it where a body calls itself.
+    mark: int
+
+
+#: The body that runs here and now. A task that is called directly in that body works
+#: behind the same fence.
+_running: ContextVar[_Body | None] = ContextVar("celery_lease_fence", default=None)
+#: The marks of all fenced bodies that run in this process.
+_bodies: set[int] = set()
 
 _UNFENCED = Unfenced()
 _AWAY = (StoreUnavailable, StoreContention)
@@ -89,18 +98,58 @@ class FencedTask(_Task):
 
     @property
     def fence(self) -> TaskFence | Unfenced:
-        """The way to the fence for this execution, and in what its body calls directly."""
-        return _running.get() or _UNFENCED
+        """The way to the fence for this execution, and in what its body calls directly.
+
+        Raises:
+            UnsafeTransaction: There is a stamp, but no fence here: this is a hook, a
+                thread, or a call like a function from a stamped task that is not fenced.
+            MissingEpoch: There is no stamp, and ``require_epoch`` is set.
+        """
+        return _fence_here() or self._unfenced()
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that this was dispatched under; None where it is unfenced."""
-        return self.fence.epoch
+        """The epoch that this was dispatched under; None where there is no stamp."""
+        fence = _fence_here()
+        if fence is not None:
+            return fence.epoch
+        try:
+            stamp = self._stamp()
+        except MissingEpoch:
+            return None  # Half a stamp. Reading must not fail in a receiver of a signal.
+        return None if stamp is None else stamp.epoch
 
     @property
     def occurrence(self) -> Occurrence | None:
         """The planned firing that this is, or is a consequence of; None where unknown."""
-        return self.fence.occurrence
+        fence = _fence_here()
+        return None if fence is None else fence.occurrence
+
+    def _unfenced(self) -> Unfenced:
+        """Say that there is no fence, but only where none is due: else it writes unguarded."""
+        stamp = self._stamp()
+        if stamp is not None:
+            raise UnsafeTransaction(
+                f"{self.name}: self.fence is only in the body of a fenced task that was sent "
+                f"or applied, and this is not one: a hook (before_start, on_success, …), or a "
+                f"call like a function from a stamped task that is not fenced (map, starmap, "
+                f"chunks, an errback, a plain task); write in the body, and send "
+                f"{self.name} as a task of its own",
+                name=stamp.name,
+            )
+        if self.require_epoch:
+            raise self._missing_epoch()
+        if _bodies and self.request_stack.top is None and running_request() is None:
+            raise UnsafeTransaction(
+                f"{self.name}: no task runs in this thread, so self.fence cannot be found; take "
+                f"fence = self.fence in the body, and give it to the thread"
+            )
+        return _UNFENCED
+
+    def _stamp(self) -> Stamp | None:
+        """Return the stamp of this call, or of what it is called from."""
+        own = Stamp.of(self.request)
+        return current_stamp() if own is None and self.inherit_epoch else own
 
     # --- admit, run, settle -------------------------------------------------------------
 
@@ -111,17 +160,23 @@ class FencedTask(_Task):
         if not (request.stamps or request.is_eager or request.called_directly):
             return self._run_unfenced(*args, **kwargs)
         if request.called_directly or _is_running(request):
-            if self.require_epoch and _running.get() is None:
-                raise self._missing_epoch()
+            fence = _fence_here()
+            if fence is None and not request.called_directly:
+                raise UnsafeTransaction(
+                    f"{self.name}: the body of this message has run, and how it ended is on "
+                    f"record: super().__call__ is called once; to run again, retry()"
+                )
+            if fence is None and self.require_epoch:
+                self._unfenced()
             return super().__call__(*args, **kwargs)
         stamp = Stamp.of(request)
         if stamp is None and request.is_eager and self.inherit_epoch:
             stamp = enclosing_stamp()
         if stamp is None:
             return self._run_unfenced(*args, **kwargs)
-        _mark_running(request)
+        mark = _mark_running(request)
         fence = self._admit(request, stamp)
-        with _behind(fence):
+        with _behind(_Body(fence, mark)):
             try:
                 result = self.run(*args, **kwargs)
             except Exception as error:
@@ -290,9 +345,9 @@ class FencedTask(_Task):
                 raise refused
 
     def _own_fence(self, request: Any) -> TaskFence | None:
-        fence = _running.get()
-        own = fence is not None and fence.ticket.task_id == request.id
-        return fence if own else None
+        body = _running.get()
+        own = body is not None and body.fence.ticket.task_id == request.id
+        return body.fence if body is not None and own else None
 
     def _is_fenced(self, sig: Any) -> bool:
         task = None if sig is None else self.app.tasks.get(sig.task)
@@ -325,7 +380,8 @@ class FencedTask(_Task):
     def _missing_epoch(self) -> MissingEpoch:
         return MissingEpoch(
             f"{self.name} requires an epoch (require_epoch = True), and this call has none: "
-            f"it was not sent by a lease scheduler, nor by a task that was"
+            f"it was not sent by a lease scheduler, nor by a task that was; a thread is given "
+            f"the fence by the body (fence = self.fence)"
         )
 
     def _tell_late_failure(self, request: Any, error: Exception | None) -> None:
@@ -343,12 +399,27 @@ class FencedTask(_Task):
         )
 
 
+def _fence_here() -> TaskFence | None:
+    """Return the fence of the body that this is a part of."""
+    body = _running.get()
+    if body is None:
+        return None
+    request = running_request()
+    # Another one: a task that the body called eagerly, a map of Celery's say, is not the
+    # body. None: the context was copied into a thread, as asyncio.to_thread does.
+    return body.fence if request is None or _mark_of(request) == body.mark else None
+
+
 @contextmanager
-def _behind(fence: TaskFence | None) -> Iterator[None]:
-    token = _running.set(fence)
+def _behind(body: _Body | None) -> Iterator[None]:
+    token = _running.set(body)
+    if body is not None:
+        _bodies.add(body.mark)
     try:
         yield
     finally:
+        if body is not None:
+            _bodies.discard(body.mark)
         _running.reset(token)
 
 
@@ -373,13 +444,18 @@ def _with_id(sig: Any, task_id: str) -> Any:
     return sig if sig.options.get("task_id") == task_id else None
 
 
-# Celery's own mark for a request whose body runs already. One of ours would travel into
-# the headers of a retry.
+# Celery's own mark for a request whose body runs already: ours is one that tells which.
+# An attribute of our own would travel into the headers of a retry.
 
 
 def _is_running(request: Any) -> bool:
-    return bool(request._protected)  # noqa: SLF001 - as said
+    return bool(_mark_of(request))
 
 
-def _mark_running(request: Any) -> None:
-    request._protected = 1  # noqa: SLF001 - as said
+def _mark_of(request: Any) -> int:
+    return request._protected  # type: ignore[no-any-return]  # noqa: SLF001 - as said
+
+
+def _mark_running(request: Any) -> int:
+    request._protected = id(request)  # noqa: SLF001 - as said
+    return id(request)
