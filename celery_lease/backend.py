@@ -34,7 +34,9 @@ __all__ = ["GuardedBackend", "fence_store", "mark_refused", "ticket_of", "vouch"
 
 logger = logging.getLogger("celery_lease.task")
 
-_stores: WeakKeyDictionary[Celery, FenceStore] = WeakKeyDictionary()
+#: Each app's store, and the settings it was made of.
+_stores: WeakKeyDictionary[Celery, tuple[tuple[Any, ...], FenceStore]] = WeakKeyDictionary()
+_STORE_SETTINGS = ("beat_lease_url", "beat_lease_engine_options", "beat_lease_guard_idle")
 #: Requests whose outcome is on record by this process: their result may be stored.
 _vouched: WeakSet[Any] = WeakSet()
 
@@ -45,12 +47,17 @@ def fence_store(app: Celery) -> FenceStore:
     Raises:
         ConfigurationError: A setting is wrong.
     """
-    store = _stores.get(app)
-    if store is None:
-        settings = Settings.from_conf(app.conf)
-        store = _stores[app] = FenceStore(
-            settings.url, settings.engine_options, idle=settings.guard_idle
-        )
+    conf = app.conf
+    # Tests set another URL for each: what has not changed is not validated again.
+    wanted = tuple(conf.get(name) for name in _STORE_SETTINGS)
+    known = _stores.get(app)
+    if known is not None and known[0] == wanted:
+        return known[1]
+    settings = Settings.from_conf(conf)
+    store = FenceStore(settings.url, settings.engine_options, idle=settings.guard_idle)
+    _stores[app] = (wanted, store)
+    if known is not None:
+        known[1].dispose()
     return store
 
 

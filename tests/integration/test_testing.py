@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from celery_lease import FencedTask
+from celery_lease.backend import fence_store
+from celery_lease.settings import Settings
 from celery_lease.testing import HeldLease, hold, run
 from tests.integration.workshop import Workshop
 from tests.services.base import ROOT
@@ -87,3 +90,31 @@ def test_the_fixtures_work_in_somebody_elses_project(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_each_test_has_the_database_that_it_sets(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One app, many tests: an old database refuses all of the others' tasks as stale."""
+    reads: list[Any] = []
+    read = Settings.from_conf
+    monkeypatch.setattr(Settings, "from_conf", lambda conf: (reads.append(conf), read(conf))[1])
+
+    @workshop.task(name="work")
+    def work(self: FencedTask) -> int | None:
+        return self.epoch
+
+    stores = set()
+    for number in range(2):
+        url = f"sqlite:///{tmp_path / f'{number}.sqlite3'}"
+        lease = hold(url)
+        workshop.app.conf.beat_lease_url = url
+        stores.add(fence_store(workshop.app))
+        assert run(work, under=lease, task_id="a").state == "SUCCESS"
+        assert lease.outcome("a") == "committed"
+        lease.close()
+    assert len(stores) == 2
+    # What has not changed is not read again: this is asked for by every stamped task.
+    assert len(reads) == 2
+    workshop.app.conf.beat_lease_guard_idle = 7
+    assert fence_store(workshop.app).idle == 7
