@@ -314,11 +314,25 @@ class FencedTask(_Task):
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
 
     def on_replace(self, sig: Any) -> Any:
-        """Settle here what the replacement will not settle."""
+        """Settle here what the replacement will not settle.
+
+        Raises:
+            UnsafeTransaction: This worker does not know which of the two it is.
+        """
         request = self.request
         fence = self._own_fence(request)
         if fence is not None:
-            if self._is_fenced(_with_id(sig, fence.ticket.task_id)):
+            heir = _with_id(sig, fence.ticket.task_id)
+            if heir is not None and heir.task not in self.app.tasks:
+                # Settled here, a fenced one would be refused as a duplicate; not settled,
+                # a plain one's run would be sent again.
+                raise UnsafeTransaction(
+                    f"{self.name}: replace() with {heir.task!r}, which is not registered here, so "
+                    f"it is not known whether it settles the run; import its module in this "
+                    f"worker, or send it with app.send_task() and return",
+                    name=fence.ticket.lease,
+                )
+            if self._is_fenced(heir):
                 self._hand_on(request, "replace()")
             elif not fence.settled:
                 self._patiently(lambda: fence.settle("committed"))

@@ -342,6 +342,21 @@ def test_a_replaced_task_settles_its_run_once(workshop: Workshop, kind: str) -> 
     assert workshop.refusals == []
 
 
+def test_a_replacement_that_this_worker_does_not_know_is_an_error(workshop: Workshop) -> None:
+    """Taken for a plain one, its run would be settled here, and itself refused as a duplicate."""
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        raise self.replace(workshop.app.signature("other.service"))
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "FAILURE"
+    assert "send_task" in str(workshop.app.AsyncResult(result.id).result)
+    assert [name for name, _, _ in workshop.published] == ["parent"]
+    assert workshop.lease.outcome(result.id) == "failed"
+
+
 def test_a_replaced_task_in_a_chain_leaves_the_rest_to_the_chain(workshop: Workshop) -> None:
     """The replacement has the id; the steps after it have theirs."""
 
