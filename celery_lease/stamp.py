@@ -56,22 +56,21 @@ class Stamp:
             request: A Celery request context, or anything with ``stamps``.
 
         Raises:
-            MissingEpoch: There is a stamp, but not the whole of it.
+            MissingEpoch: There is a stamp, but it is damaged, or not the whole of it.
         """
         stamps = getattr(request, "stamps", None)
-        if not stamps or "lease_name" not in stamps:
+        if not stamps or not any(map(_is_ours, stamps)):
             return None
         # Eager mode wraps each value in a list.
         name, epoch, term, run = (_scalar(stamps.get(key)) for key in _KEYS)
-        if not (name and isinstance(epoch, int) and term and run):
-            raise MissingEpoch(f"the lease stamp is not complete: {dict(stamps)!r}")
-        return cls(
-            name=str(name),
-            epoch=epoch,
-            term=str(term),
-            run=str(run),
-            origin=_parse_origin(_scalar(stamps.get(_ORIGIN))),
-        )
+        origin = _parse_origin(_scalar(stamps.get(_ORIGIN)))
+        if not (
+            all(map(_is_text, (name, term, run)))
+            and _is_epoch(epoch)
+            and (origin is None or _is_epoch(origin[0]))
+        ):
+            raise MissingEpoch(f"the lease stamp is damaged or not complete: {dict(stamps)!r}")
+        return cls(name=name, epoch=epoch, term=term, run=run, origin=origin)
 
     @property
     def fence(self) -> Fence:
@@ -146,7 +145,7 @@ def lend(stamp: Stamp | None) -> Iterator[None]:
 def inherit(sender: str | None = None, headers: dict[str, Any] | None = None, **_: Any) -> None:
     """Stamp what a stamped task publishes: a receiver of ``before_task_publish``."""
     # Protocol 1 has no stamps at all.
-    if headers is None or "stamps" not in headers or "lease_name" in (headers["stamps"] or {}):
+    if headers is None or "stamps" not in headers or any(map(_is_ours, headers["stamps"] or ())):
         return
     stamp = current_stamp()
     if stamp is not None and _inherits(sender):
@@ -192,8 +191,19 @@ def _scalar(value: Any) -> Any:
     return value
 
 
+def _is_text(value: Any) -> bool:
+    # What no database takes is not compared with anything there.
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+def _is_epoch(value: Any) -> bool:
+    # True is an int too, and 10**30 is more than any database counts.
+    return type(value) is int and 0 < value < 2**53
+
+
 def _parse_origin(value: Any) -> tuple[int, str] | None:
-    if not value:
+    """Return the origin; one with an epoch of 0, which is none, if it is damaged."""
+    if value is None:
         return None
     epoch, _, term = str(value).partition(":")
-    return int(epoch), term
+    return (int(epoch), term) if epoch.isdecimal() and len(epoch) < 17 and term else (0, "")

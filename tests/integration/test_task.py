@@ -168,14 +168,17 @@ def test_a_task_that_requires_an_epoch_refuses_calls_without_one(workshop: Works
     assert run(write, under=workshop.lease).get() == 1
 
 
-def test_half_a_stamp_is_refused(workshop: Workshop) -> None:
+@pytest.mark.parametrize(
+    "damage", [{"lease_term": ""}, {"lease_name": None}, {"lease_epoch": 10**30}]
+)
+def test_half_a_stamp_is_refused(workshop: Workshop, damage: dict[str, Any]) -> None:
     """It cannot be compared, so it cannot be current."""
 
     @workshop.task(name="write")
     def write(self: FencedTask) -> None:
         raise AssertionError("the body ran")
 
-    options = {**workshop.lease.options(), "lease_term": ""}
+    options = {**workshop.lease.options(), **damage}
     assert isinstance(write.apply(**options).result, MissingEpoch)
 
 

@@ -43,18 +43,41 @@ def test_a_request_without_our_stamps_has_none(stamps: dict[str, Any]) -> None:
     assert Stamp.of(request(**stamps)) is None
 
 
-@pytest.mark.parametrize("missing", ["lease_epoch", "lease_term", "lease_run"])
+@pytest.mark.parametrize("missing", ["lease_name", "lease_epoch", "lease_term", "lease_run"])
 def test_half_a_stamp_is_an_error(missing: str) -> None:
     """It cannot be compared, and taken for none it would run unfenced."""
     stamps = {**STAMP.stamps(), missing: None}
     with pytest.raises(MissingEpoch, match="not complete"):
         Stamp.of(request(**stamps))
+    del stamps[missing]
+    with pytest.raises(MissingEpoch, match="not complete"):
+        Stamp.of(request(**stamps))
 
 
-def test_an_epoch_that_is_no_number_is_an_error() -> None:
-    """Compared as text, 10 would be older than 9."""
+@pytest.mark.parametrize("epoch", ["7", 7.0, True, 0, -5, 2**53, 10**30, []])
+def test_an_epoch_that_is_no_number_of_a_grant_is_an_error(epoch: Any) -> None:
+    """Compared as text, 10 would be older than 9; True would be 1; 10**30 fits no column."""
     with pytest.raises(MissingEpoch):
-        Stamp.of(request(**{**STAMP.stamps(), "lease_epoch": "7"}))
+        Stamp.of(request(**{**STAMP.stamps(), "lease_epoch": epoch}))
+
+
+@pytest.mark.parametrize("name", ["lease_name", "lease_term", "lease_run"])
+@pytest.mark.parametrize("value", ["", "a\0b", 7, {"a": 1}])
+def test_a_text_that_is_none_is_an_error(name: str, value: Any) -> None:
+    """A database may not even compare it."""
+    with pytest.raises(MissingEpoch):
+        Stamp.of(request(**{**STAMP.stamps(), name: value}))
+
+
+@pytest.mark.parametrize(
+    "origin", ["abc", "1:", ":t", "-1:t", "0:t", "²:t", "9" * 5000 + ":t", ""]
+)
+def test_a_damaged_origin_is_an_error_of_the_stamp(origin: str) -> None:
+    """The worker's parent process reads it too, and nothing else may be raised there."""
+    with pytest.raises(MissingEpoch):
+        Stamp.of(request(**{**STAMP.stamps(), "lease_origin": origin}))
+    with pytest.raises(MissingEpoch):
+        Stamp.of(request(lease_origin=origin))
 
 
 def test_options_are_copied_and_the_users_stamps_kept() -> None:
