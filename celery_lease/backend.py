@@ -30,13 +30,15 @@ from celery_lease.signals import refuse
 from celery_lease.stamp import Stamp, current_stamp, lend
 from celery_lease.stores.fences import FenceStore, Ticket, refusal
 
-__all__ = ["GuardedBackend", "fence_store", "mark_refused", "ticket_of", "vouch"]
+__all__ = ["GuardedBackend", "fence_store", "mark_refused", "ticket_of", "took_in", "vouch"]
 
 logger = logging.getLogger("celery_lease.task")
 
 #: Each app's store, and the settings it was made of.
 _stores: WeakKeyDictionary[Celery, tuple[tuple[Any, ...], FenceStore]] = WeakKeyDictionary()
 _STORE_SETTINGS = ("beat_lease_url", "beat_lease_engine_options", "beat_lease_guard_idle")
+#: What the requests that run in this process show at the fence.
+_shown: WeakKeyDictionary[Any, Ticket] = WeakKeyDictionary()
 #: Requests whose outcome is on record by this process: their result may be stored.
 _vouched: WeakSet[Any] = WeakSet()
 
@@ -71,6 +73,11 @@ def ticket_of(stamp: Stamp, task_id: str) -> Ticket:
         run=stamp.run,
         execution=str(uuid.uuid4()),
     )
+
+
+def took_in(request: Any, ticket: Ticket) -> None:
+    """Note that this request runs here: what its body has committed is its own."""
+    _shown[request] = ticket
 
 
 def vouch(request: Any) -> None:
@@ -170,7 +177,7 @@ class GuardedBackend:
         stamp = None if request is None or request.id != task_id else _stamp_of(request)
         if stamp is None or request in _vouched:
             return True
-        ticket = ticket_of(stamp, task_id)
+        ticket = _shown.get(request) or ticket_of(stamp, task_id)
         try:
             return refusal(ticket, fence_store(self._task.app).look(ticket)) is None
         except CeleryLeaseError as error:

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 
-from celery_lease.backend import GuardedBackend, fence_store, mark_refused, ticket_of, vouch
+from celery_lease.backend import (
+    GuardedBackend,
+    fence_store,
+    mark_refused,
+    ticket_of,
+    took_in,
+    vouch,
+)
 from celery_lease.bypass import refuse_bypass
 from celery_lease.errors import (
     AlreadySettled,
@@ -210,6 +217,7 @@ class FencedTask(_Task):
         refused = refusal(ticket, standing)
         if refused is not None:
             self._turn_away(request, stamp, ticket, refused, "start")
+        took_in(request, ticket)
         return TaskFence(ticket, store, standing)
 
     def _ended(

@@ -538,6 +538,25 @@ def test_states_of_a_stale_attempt_are_not_stored(workshop: Workshop) -> None:
     assert workshop.app.AsyncResult(result.id).info == {"step": 1}
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_states_after_the_final_block_are_stored(workshop: Workshop, stale: bool) -> None:
+    """The outcome is this execution's own, and stands even where the epoch does not."""
+
+    @workshop.task(name="progress")
+    def progress(self: FencedTask) -> None:
+        workshop.write(self, "stands")
+        if stale:
+            workshop.lease.depose()
+        self.update_state(state="PROGRESS", meta={"step": 2})
+        seen.append(workshop.app.AsyncResult(self.request.id).info)
+
+    seen: list[Any] = []
+    with workshop.worker():
+        result = workshop.lease.dispatch(progress)
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert seen == [{"step": 2}]
+
+
 def test_started_of_a_stale_message_is_not_stored(workshop: Workshop) -> None:
     """Celery stores it before the body, ahead of the admission."""
     workshop.app.conf.task_track_started = True
