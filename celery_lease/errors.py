@@ -45,7 +45,11 @@ __all__ = [
 
 
 class CeleryLeaseError(Exception):
-    """Base of every error that this package raises."""
+    """Base of every error that this package raises.
+
+    A task's result in JSON keeps the class and the message of an error, not its
+    attributes: those are empty or 0 there.
+    """
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -57,7 +61,7 @@ class ConfigurationError(CeleryLeaseError):
     The message names the setting, the value and the way out.
     """
 
-    def __init__(self, message: str, *, setting: str) -> None:
+    def __init__(self, message: str, *, setting: str = "") -> None:
         super().__init__(message)
         #: Name of the setting to change.
         self.setting = setting
@@ -66,7 +70,7 @@ class ConfigurationError(CeleryLeaseError):
 class LeaseError(CeleryLeaseError):
     """Something is wrong with a lease."""
 
-    def __init__(self, message: str, *, name: str) -> None:
+    def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
         #: Name of the lease.
         self.name = name
@@ -76,7 +80,12 @@ class LeaseLost(LeaseError):
     """The term is over: expired, taken over, or released."""
 
     def __init__(
-        self, message: str, *, name: str, held_epoch: int, current_epoch: int | None = None
+        self,
+        message: str,
+        *,
+        name: str = "",
+        held_epoch: int = 0,
+        current_epoch: int | None = None,
     ) -> None:
         super().__init__(message, name=name)
         #: The epoch that was held.
@@ -110,7 +119,7 @@ class StaleEpoch(FencingError):
         message: str,
         *,
         name: str | None = None,
-        epoch: int,
+        epoch: int = 0,
         current_epoch: int | None = None,
     ) -> None:
         super().__init__(message, name=name)
@@ -128,7 +137,7 @@ class AlreadySettled(FencingError):
         message: str,
         *,
         name: str | None = None,
-        task_id: str,
+        task_id: str = "",
         outcome: str | None = None,
         current_epoch: int | None = None,
     ) -> None:
@@ -172,7 +181,7 @@ class NotWritable(StoreError):
 class SchemaMismatch(StoreError):
     """The tables are missing, or were made by another version of the package."""
 
-    def __init__(self, message: str, *, found: int | None, expected: int) -> None:
+    def __init__(self, message: str, *, found: int | None = None, expected: int = 0) -> None:
         super().__init__(message)
         #: Version of the schema found; None where there is none.
         self.found = found

@@ -6,6 +6,7 @@ import inspect
 import pickle
 
 import pytest
+from celery import Celery
 
 import celery_lease
 from celery_lease import errors
@@ -40,6 +41,18 @@ def test_an_error_survives_the_way_from_a_workers_child_to_its_parent(error):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_survives_the_way_through_a_result(error):
+    """Celery rebuilds it from its message alone; ``get()`` raises something else if it cannot."""
+    task_id = f"{__name__}.{type(error).__name__}"
+    with Celery("results", set_as_current=False, backend="cache+memory://") as app:
+        app.backend.store_result(task_id, error, "FAILURE")
+        with pytest.raises(CeleryLeaseError, match=str(error)) as caught:
+            app.AsyncResult(task_id).get(timeout=1)
+
+    assert type(caught.value) is type(error)
 
 
 def _classes() -> list[type]:
