@@ -1,14 +1,24 @@
-"""What would by-pass the fence without a word, found when a task is bound to its app."""
+"""What would by-pass the fence without a word, found when a task is bound to its app.
+
+Settings may still change after that, so a worker looks at them again when it starts.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+from weakref import WeakSet
 
-from celery import Celery
+from celery import Celery, signals
 
 from celery_lease.errors import ConfigurationError
 
 __all__ = ["refuse_bypass"]
+
+logger = logging.getLogger("celery_lease.task")
+
+#: Apps that have fenced tasks.
+_apps: WeakSet[Celery] = WeakSet()
 
 
 def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
@@ -36,6 +46,25 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
                 f"super().__call__(*args, **kwargs)",
                 setting="__call__",
             )
+    _refuse_settings(app)
+    _apps.add(app)
+    signals.worker_init.connect(_on_start, weak=False, dispatch_uid="celery_lease.bypass")
+
+
+def _on_start(sender: Any = None, **_: Any) -> None:
+    """End a worker whose settings were changed after its tasks were bound."""
+    app = getattr(sender, "app", None)
+    if app is None or app not in _apps:
+        return
+    try:
+        _refuse_settings(app)
+    except ConfigurationError as error:
+        logger.critical("worker cannot start: %s", error, extra={"action": "worker-cannot-start"})
+        # Any other exception of a receiver is logged, and the worker goes on.
+        raise SystemExit(1) from error
+
+
+def _refuse_settings(app: Celery) -> None:
     if app.conf.get("worker_deduplicate_successful_tasks"):
         raise ConfigurationError(
             "worker_deduplicate_successful_tasks sends callbacks of stale messages before any "

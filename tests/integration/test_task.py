@@ -790,6 +790,28 @@ def test_settings_that_by_pass_the_fence_are_configuration_errors(
     workshop.app.conf[setting] = None if setting == "task_protocol" else False
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("worker_deduplicate_successful_tasks", True), ("task_protocol", 1)]
+)
+def test_settings_that_by_pass_the_fence_are_found_when_they_are_set_late(
+    workshop: Workshop, setting: str, value: Any
+) -> None:
+    """After the tasks were bound: the worker ends with one line."""
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the worker runs")
+
+    workshop.app.finalize()
+    before = workshop.app.conf[setting]
+    workshop.app.conf[setting] = value
+    with pytest.raises(SystemExit, match="1"), workshop.worker():
+        pass
+    workshop.app.conf[setting] = before
+    (record,) = workshop.logged("worker-cannot-start")
+    assert record.getMessage().startswith(f"worker cannot start: {setting}")
+
+
 def test_statements_are_counted_not_timed(workshop: Workshop) -> None:
     """One for the admission, and one more than the user's own."""
     own: list[str] = []
