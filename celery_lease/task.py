@@ -9,6 +9,7 @@ the worker's parent process reports.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -350,11 +351,14 @@ class FencedTask(_Task):
         fence = self._own_fence(request)
         if fence is not None:
             if fence.settled:
+                # With autoretry_for: what the body raised is what somebody has to mend.
+                cause = sys.exc_info()[1]
+                after = "" if cause is None else f" (after {cause!r})"
                 raise UnsafeTransaction(
-                    f"{what} after the final guarded block: the next attempt would be refused "
-                    f"as a duplicate; say final=False on that block",
+                    f"{what} after the final guarded block{after}: the next attempt would be "
+                    f"refused as a duplicate; say final=False on that block",
                     name=fence.ticket.lease,
-                )
+                ) from cause
             fence.check()
             fence.handed_on = True
             return

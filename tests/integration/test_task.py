@@ -438,6 +438,24 @@ def test_a_retry_after_the_final_block_is_an_error(workshop: Workshop) -> None:
     assert "final=False" in str(workshop.app.AsyncResult(result.id).result)
 
 
+def test_an_automatic_retry_after_the_final_block_tells_what_the_body_raised(
+    workshop: Workshop,
+) -> None:
+    """Nobody wrote ``retry()`` there: the error to mend is the body's own."""
+
+    @workshop.task(name="late", autoretry_for=(KeyError,), retry_kwargs={"countdown": 0})
+    def late(self: FencedTask) -> None:
+        workshop.write(self, "stands")
+        raise KeyError("the real one")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(late)
+        assert workshop.wait(result.id) == "FAILURE"
+    assert len(workshop.published) == 1
+    assert "the real one" in str(workshop.app.AsyncResult(result.id).result)
+    assert isinstance(run(late, under=workshop.lease).result.__cause__, KeyError)
+
+
 def test_a_retry_after_an_earlier_block_goes_on(workshop: Workshop) -> None:
     """``final=False`` says that it may be done once per attempt."""
 
