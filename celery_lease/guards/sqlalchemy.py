@@ -30,6 +30,9 @@ from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, 
 __all__ = ["Guard", "guarded", "plain"]
 
 
+_SCHEMAS = "schema_translate_map"
+
+
 class _State(Enum):
     OPEN = "open"
     #: The guard let the transaction pass; its COMMIT was sent.
@@ -148,7 +151,7 @@ class Guard:
         self.begin()
         error: BaseException | None = None
         try:
-            with translated(connection.engine):
+            with translated(connection.engine), self._named(connection):
                 if self._statement(connection):
                     return None
         except SchemaMismatch:
@@ -165,9 +168,24 @@ class Guard:
 
     def _reason(self, connection: sa.Connection) -> BaseException | None:
         try:
-            return refusal(self.ticket, look(connection, self.ticket))
+            with self._named(connection):
+                return refusal(self.ticket, look(connection, self.ticket))
         except FencingError as error:
             return error
+
+    @contextmanager
+    def _named(self, connection: sa.Connection) -> Iterator[None]:
+        """Call the lease tables what the lease engine calls them, not the user's."""
+        own = self._store.engine.get_execution_options().get(_SCHEMAS)
+        users = connection.get_execution_options().get(_SCHEMAS)
+        if own == users:
+            yield
+            return
+        connection.execution_options(**{_SCHEMAS: own})
+        try:
+            yield
+        finally:
+            connection.execution_options(**{_SCHEMAS: users})
 
     def _contention(self) -> StoreContention:
         return StoreContention(f"the fence of {self.ticket.lease!r} was moving; try again")

@@ -184,7 +184,8 @@ def missing_fence(lease: str, shown: str) -> MissingFence:
     return MissingFence(
         f"there is no fence for the lease {lease!r} in {shown}: do beat and this worker share "
         f"beat_lease_url, and is the guarded data in that same database? Put the lease tables "
-        f"and the guarded data into one database and point beat_lease_url at it",
+        f"and the guarded data into one database and point beat_lease_url at it. On PostgreSQL "
+        f"the search_path of both must find the lease tables",
         name=lease,
     )
 

@@ -28,6 +28,7 @@ from celery_lease.errors import (
 )
 from celery_lease.guards.fence import TaskFence, Unfenced
 from celery_lease.stores.fences import FenceStore, Ticket
+from celery_lease.stores.schema import metadata
 from celery_lease.testing import HeldLease, hold
 
 TARGETS = ["Session", "sessionmaker", "scoped_session", "Engine", "Connection"]
@@ -576,6 +577,60 @@ def test_an_engine_with_execution_options_is_guarded(desk: Desk) -> None:
         desk.lease.depose()
         write(work, 2)
     assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_an_engine_that_translates_schemas_finds_the_lease_tables(desk: Desk, final: bool) -> None:
+    """The map is for the user's tables: a tenant's schema has no lease tables."""
+    tenants = {None: "tenant"}
+    engine = desk.engine.execution_options(schema_translate_map=tenants)
+    with engine.connect() as connection:
+        with desk.fence().transaction(connection, final=final):
+            pass
+        assert connection.get_execution_options()["schema_translate_map"] == tenants
+    stale = desk.fence()
+    desk.lease.depose()
+    with pytest.raises(StaleEpoch), stale.transaction(sessionmaker(engine), final=final):
+        pass
+
+
+@pytest.mark.postgresql
+def test_lease_tables_in_a_schema_of_their_own_are_found_there(
+    postgresql_url: str, desks: Callable[..., Desk]
+) -> None:
+    """Where ``beat_lease_engine_options`` says so, whatever the user's engine says."""
+    desk = desks(postgresql_url)
+    options = {"execution_options": {"schema_translate_map": {None: "own"}}}
+    desk.store.dispose()
+    desk.store = FenceStore(postgresql_url, options)
+    _move(desk, "public", "own")
+    first, second = desk.fence("same"), desk.fence("same")
+    with first.transaction(desk.engine) as work:
+        write(work, 1)
+    with pytest.raises(AlreadySettled), second.transaction(desk.engine) as work:
+        write(work, 2)
+    assert desk.notes() == [1]
+    _move(desk, "own", "public")
+
+
+def _move(desk: Desk, before: str, after: str) -> None:
+    with desk.engine.begin() as connection:
+        connection.execute(sa.text(f"CREATE SCHEMA IF NOT EXISTS {after}"))
+        for table in metadata.tables:
+            connection.execute(sa.text(f"ALTER TABLE {before}.{table} SET SCHEMA {after}"))
+
+
+@pytest.mark.postgresql
+def test_a_search_path_without_the_lease_tables_is_named_as_a_cause(
+    postgresql_url: str, desks: Callable[..., Desk]
+) -> None:
+    """The database is the right one, and so is beat_lease_url."""
+    desk = desks(postgresql_url)
+    with (
+        pytest.raises(MissingFence, match="search_path"),
+        desk.fence().transaction(desk.engine) as work,
+    ):
+        work.execute(sa.text("SET LOCAL search_path = 'elsewhere'"))
 
 
 def test_a_session_on_two_engines_is_refused_where_it_touches_the_second(desk: Desk) -> None:
