@@ -14,6 +14,7 @@ from typing import Any
 
 from celery_lease.elector import Elector
 from celery_lease.errors import StoreError
+from celery_lease.interrupts import put_off
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, RunState
 from celery_lease.publish import FLUSH, Undelivered, Unsent
@@ -99,6 +100,11 @@ class Dispatcher:
         if self._away and self.retry_in > 0:
             self._postpone(term, runs)
             return
+        # A plain run that was sent and not marked would be sent again by the next leader.
+        with put_off():
+            self._send(term, runs)
+
+    def _send(self, term: Term, runs: Sequence[Run]) -> None:
         sent: list[str] = []
         done = 0
         try:
