@@ -327,7 +327,7 @@ def test_a_retry_that_crosses_a_takeover_is_refused_at_its_start(workshop: Works
 
     @workshop.task(name="again")
     def again(self: FencedTask) -> None:
-        raise self.retry(countdown=0.5)
+        raise self.retry(countdown=2.0)
 
     with workshop.worker():
         result = workshop.lease.dispatch(again)
