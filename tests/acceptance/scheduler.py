@@ -5,7 +5,12 @@ from tests.acceptance.points import pass_point
 
 
 class StoppingScheduler(LeasedScheduler):
-    """Passes points after the claim, before the mark, and between ticks."""
+    """Passes points in a turn, after the claim, before the mark, and between ticks."""
+
+    def turn(self, term, *args, **kwargs):
+        """Do what is due."""
+        pass_point("in a turn")
+        return super().turn(term, *args, **kwargs)
 
     def flush(self, sendings):
         """Give the broker messages."""

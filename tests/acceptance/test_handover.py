@@ -79,7 +79,7 @@ def test_rolling_restarts_lose_nothing_and_do_nothing_twice(cluster, ledger, han
 
 
 @on(SQLITE, POSTGRESQL, MARIADB)
-@pytest.mark.parametrize("point", ["published", "between ticks"])
+@pytest.mark.parametrize("point", ["in a turn", "between ticks"])
 def test_a_sigterm_whose_exception_is_lost_ends_beat_all_the_same(cluster, ledger, point):
     """Python drops what a signal handler raises inside a callback of the garbage collector."""
     cluster.schedule = {"often": {"every": 1.0}}
