@@ -19,6 +19,7 @@ class StoppingScheduler(LeasedScheduler):
         pass_point("published")
 
     def should_sync(self):
-        """Be asked between two ticks."""
-        pass_point("between ticks")
+        """Be asked between two ticks, and after each task that is sent."""
+        if not self._ticking:
+            pass_point("between ticks")
         return super().should_sync()
