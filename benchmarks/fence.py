@@ -133,17 +133,7 @@ class Bench:
         with (
             log.open("wb") as said,
             subprocess.Popen(
-                [
-                    *command,
-                    "--loglevel",
-                    "ERROR",
-                    "--without-gossip",
-                    "--without-mingle",
-                    *options,
-                ],
-                env=environment,
-                stdout=said,
-                stderr=subprocess.STDOUT,
+                command, env=environment, stdout=said, stderr=subprocess.STDOUT
             ) as worker,
         ):
             try:

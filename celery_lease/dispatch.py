@@ -80,8 +80,8 @@ class Dispatcher:
             return BACKOFF[0]
         at = self._retry_at
         if self._unmade:
-            ids = [each.id for runs in self.waiting.values() for each in runs]
-            at = max(at, min((self._not_before(each) for each in ids), default=at))
+            waiting = (each for runs in self.waiting.values() for each in runs)
+            at = max(at, min((self._not_before(each) for each in waiting), default=at))
         return max(0.0, at - self.elector.clock.now())
 
     def forget(self) -> None:
@@ -134,10 +134,14 @@ class Dispatcher:
         self._mark(term, [])
         if self.waiting and self.retry_in <= 0:
             now = self.elector.clock.now()
-            runs = [each for runs in self.waiting.values() for each in runs]
+            waiting = [each for runs in self.waiting.values() for each in runs]
             self.waiting = {}
-            self._postpone(term, [each for each in runs if self._not_before(each.id) > now])
-            runs = [each for each in runs if self._not_before(each.id) <= now]
+            runs: list[Run] = []
+            for run in waiting:
+                if self._not_before(run) > now:
+                    self._postpone(term, [run])
+                else:
+                    runs.append(run)
             self.send(term, runs[:BATCH])
             self._postpone(term, runs[BATCH:])
 
@@ -230,9 +234,9 @@ class Dispatcher:
             extra={"action": "run-not-made", **fields(term, run)},
         )
 
-    def _not_before(self, run: str) -> float:
+    def _not_before(self, run: Run) -> float:
         """Return when to try a run again, by the local clock."""
-        return self._unmade[run][1] if run in self._unmade else 0.0
+        return self._unmade.get(run.id, (0, 0.0))[1]
 
     def _postpone(self, term: Term, runs: Sequence[Run]) -> None:
         for run in runs:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from celery.beat import ScheduleEntry
 
 from celery_lease.errors import ConfigurationError
-from celery_lease.occurrence import Misfire, MisfirePolicy
+from celery_lease.occurrence import Misfire, MisfirePolicy, storable
 from celery_lease.settings import Settings, duration, misfire_policy
 
 __all__ = ["PLAIN", "LeasedEntry", "Wishes"]
@@ -133,7 +133,7 @@ def _check_name(name: Any) -> None:
         )
     elif name != name.rstrip():
         trouble = "the name ends with white space, which MySQL does not see; remove it"
-    elif "\0" in name or name != name.encode(errors="replace").decode():
+    elif name != storable(name):
         trouble = "the name has a character that no database keeps; remove it"
     else:
         return

@@ -17,6 +17,7 @@ __all__ = [
     "RunState",
     "Skipped",
     "run_id",
+    "storable",
 ]
 
 #: Namespace of run ids. Part of the stored format: it must never change.
@@ -192,3 +193,8 @@ class Misfire:
             count=None if missed.count is None else missed.count - len(fire),
             reason=reason,
         )
+
+
+def storable(text: str) -> str:
+    """Return *text* with a ``?`` for each character that some database does not keep."""
+    return text.encode(errors="replace").decode().replace("\0", "?")

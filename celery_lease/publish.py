@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from kombu import exceptions
 
+from celery_lease.occurrence import storable
+
 __all__ = ["FLUSH", "Publisher", "Undelivered", "Unsent", "said"]
 
 #: Messages in one flush. A leader that hangs in a flush sends it late: it stays small.
@@ -175,8 +177,7 @@ class Publisher:
 
 def said(error: BaseException) -> str:
     """Return an error in words that every log and every database takes."""
-    text = f"{type(error).__name__}: {error}"
-    return text.encode(errors="replace").decode().replace("\0", "?")
+    return storable(f"{type(error).__name__}: {error}")
 
 
 class _Declared:

@@ -78,6 +78,8 @@ class Recovery:
 
     def _lost(self, term: Term, limit: int) -> list[Run]:
         """Return published runs whose worker seems to have died with them."""
+        if limit <= 0:
+            return []
         age = self._settings.redispatch_after
         return self._late(term, lambda _run: age, age=age, limit=limit)
 
@@ -116,7 +118,7 @@ class Recovery:
         """
         now = self._now()
         late: list[Run] = []
-        for page in range(PAGES if limit > 0 else 0):
+        for page in range(PAGES):
             found = self._ledger.unsettled(
                 term, age=age, limit=BATCH, offset=page * BATCH, entries=entries
             )
@@ -127,7 +129,7 @@ class Recovery:
             ]
             if len(found) < BATCH or len(late) >= limit:
                 break
-        return late[: max(0, limit)]
+        return late[:limit]
 
     def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
         """Return how many seconds a message had, its countdown left out."""

@@ -181,10 +181,12 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             self.agenda.put(name, now)
         for name, skipped in batch.skipped:
             _tell_skipped(term, name, skipped)
-        for run in batch.runs if known else ():
-            if run.id in known:
-                tell_known(term, run)
-        runs = [each for each in batch.runs if each.id not in known] if known else batch.runs
+        runs = batch.runs
+        if known:
+            for run in runs:
+                if run.id in known:
+                    tell_known(term, run)
+            runs = [each for each in runs if each.id not in known]
         self.dispatcher.send(term, runs)
 
     def _claim(self, term: Term, batch: Batch, now: datetime) -> set[str] | None:

@@ -372,8 +372,9 @@ class FencedTask(_Task):
 
     def _own_fence(self, request: Any) -> TaskFence | None:
         body = _running.get()
-        own = body is not None and body.fence.ticket.task_id == request.id
-        return body.fence if body is not None and own else None
+        if body is None or body.fence.ticket.task_id != request.id:
+            return None
+        return body.fence
 
     def _is_fenced(self, sig: Any) -> bool:
         task = None if sig is None else self.app.tasks.get(sig.task)

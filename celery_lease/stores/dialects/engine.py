@@ -129,7 +129,7 @@ def _in_memory(url: sa.URL) -> bool:
     return (
         name in ("", ":memory:")
         or name.startswith("file::memory:")
-        or (url.query.get("mode") == "memory")
+        or url.query.get("mode") == "memory"
     )
 
 
