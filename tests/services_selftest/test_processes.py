@@ -19,9 +19,10 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("child", os.getpid(), flush=True)
+    # Two write into one log: each line in one piece, or one's is found inside the other's.
+    os.write(1, b"child %d\\n" % os.getpid())
     time.sleep(600)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 time.sleep(600)
 """
 
