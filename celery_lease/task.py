@@ -165,8 +165,14 @@ class FencedTask(_Task):
         """Run the body behind the fence if the message is stamped."""
         request = self.request
         # First what most calls are: this line is all that an unstamped one pays for.
-        if not (request.stamps or request.is_eager or request.called_directly):
-            return self._run_unfenced(*args, **kwargs)
+        if not (
+            request.stamps
+            or request.is_eager
+            or request.called_directly
+            or self.require_epoch
+            or _running.get()
+        ):
+            return self.run(*args, **kwargs)
         if request.called_directly or _is_running(request):
             fence = _fence_here()
             if fence is None and not request.called_directly:

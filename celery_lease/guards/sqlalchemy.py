@@ -304,11 +304,7 @@ def _opened(target: Any) -> Iterator[Any]:
 @contextmanager
 def _session(session: Session, guard: Guard) -> Iterator[None]:
     _refuse_begun(session, guard)
-
-    def after_begin(session: Session, transaction: Any, connection: sa.Connection) -> None:
-        guard.enroll(connection)
-
-    sa.event.listen(session, "after_begin", after_begin)
+    _sessions[session] = guard
     try:
         for connection in _begun(session):
             guard.enroll(connection)
@@ -327,7 +323,7 @@ def _session(session: Session, guard: Guard) -> Iterator[None]:
         session.rollback()
         raise
     finally:
-        sa.event.remove(session, "after_begin", after_begin)
+        del _sessions[session]
         guard.leave()
 
 
@@ -414,13 +410,24 @@ def _give_back(connection: sa.Connection) -> None:
         connection.invalidate()
 
 
-# --- the engine's events ------------------------------------------------------------------
+# --- SQLAlchemy's events ------------------------------------------------------------------
 
-#: Connections in a guarded block. Listeners on the class see all engines, those of
-#: ``engine.execution_options(…)`` too, on which SQLAlchemy 2.0 has no events. They come
-#: with the import: added by the first block, they might be added by two threads at once,
-#: and under the eyes of a third one that goes through the list.
+# Listeners on the classes see all engines, those of ``engine.execution_options(…)`` too, on
+# which SQLAlchemy 2.0 has no events. They come with the import: added by the first block,
+# they might be added by two threads at once, and under the eyes of a third one that goes
+# through the list; and a session's own costs as much as a small statement.
+
+#: Sessions in a guarded block.
+_sessions: WeakKeyDictionary[Session, Guard] = WeakKeyDictionary()
+#: Connections in a guarded block.
 _guards: WeakKeyDictionary[sa.Connection, Guard] = WeakKeyDictionary()
+
+
+@sa.event.listens_for(Session, "after_begin")
+def _after_begin(session: Session, transaction: Any, connection: sa.Connection) -> None:
+    guard = _sessions.get(session)
+    if guard is not None:
+        guard.enroll(connection)
 
 
 @sa.event.listens_for(sa.Engine, "commit")

@@ -65,18 +65,19 @@ def test_the_race_has_one_winner_through_the_pooler(pooled_url, store):
 
 def test_the_guard_refuses_and_passes_through_the_pooler(pooled_url, store):
     """Its lock and its idle limit are the transaction's, so they go where it goes."""
-    fences = FenceStore(pooled_url, OPTIONS)
+    fences, engine = FenceStore(pooled_url, OPTIONS), sa.create_engine(pooled_url, **OPTIONS)
     old = grant(store)
     store.raise_fence(old)
     for task in "abcdefgh":
-        with guarded(fences.engine, Guard(ticket(old, task), fences, final=True)):
+        with guarded(engine, Guard(ticket(old, task), fences, final=True)):
             pass
     expire(store)
     store.raise_fence(grant(store))
     stale = Guard(ticket(old, "stale"), fences, final=True)
-    with pytest.raises(StaleEpoch), guarded(fences.engine, stale):
+    with pytest.raises(StaleEpoch), guarded(engine, stale):
         pass
     fences.dispose()
+    engine.dispose()
 
 
 def test_waits_are_limited_where_the_role_says_so(postgresql_url, pooled_url, store):

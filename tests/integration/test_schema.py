@@ -12,11 +12,14 @@ import sqlalchemy as sa
 
 import celery_lease
 from celery_lease.lease import Term
+from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.ledger import SQLLedger
 from celery_lease.stores.retention import prune
 from celery_lease.stores.schema import SCHEMA_VERSION, metadata, schema_table
+from tests.integration.test_roles import ticket
 from tests.leases import NAME, grant, opened
+from tests.services.base import wait_until
 
 #: So many that a planner prefers an index; the database makes them itself, in seconds.
 RUNS = 200_000
@@ -112,11 +115,18 @@ def old(request, filled, tmp_path_factory) -> tuple[SQLLeaseStore, Term]:
 
 
 def _fill(url: str) -> tuple[SQLLeaseStore, Term]:
-    kind = sa.make_url(url).get_backend_name()
     store = SQLLeaseStore(url, statement_wait=120)
     store.prepare(create=True)
     store.ensure(NAME)
     term = grant(store, ttl=3600)
+    _add_history(store.engine)
+    _analyze(store.engine)
+    return store, term
+
+
+def _add_history(engine: sa.Engine) -> None:
+    kind = engine.dialect.name
+    kind = "mysql" if kind == "mariadb" else kind
     age, text = AGES[kind], TEXT[kind]
     few = "n % 20000 = 7" if kind == "sqlite" else "mod(n, 20000) = 7"
     yes, no = ("1", "0") if kind == "sqlite" else ("true", "false")
@@ -130,28 +140,27 @@ def _fill(url: str) -> tuple[SQLLeaseStore, Term]:
         "task_id": text, "lease": f"'{NAME}'", "epoch": "0", "term": "'t'", "execution": "'x'",
         "outcome": "'committed'", "at": age,
     }  # fmt: skip
-    with store.engine.begin() as connection:
+    with engine.begin() as connection:
         for table, row in (("celery_lease_run", run), ("celery_lease_commit", commit)):
             columns = ", ".join('"open"' if c == "open" and kind != "mysql" else c for c in row)
             statement = FILL[kind].format(
                 table=table, columns=columns, values=", ".join(row.values()), count=RUNS
             )
             connection.exec_driver_sql(statement)
-        # Eleven runs are open because they were never settled.
+        # Ten runs are open because they were never settled.
         connection.exec_driver_sql(
             "DELETE FROM celery_lease_commit WHERE task_id IN "
             "(SELECT id FROM celery_lease_run WHERE {open} = {yes})".format(
                 open="`open`" if kind == "mysql" else '"open"', yes=yes
             )
         )
-    with store.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        tables = "celery_lease_run, celery_lease_commit"
-        analyze = {
-            "postgresql": f"ANALYZE {tables}", "mysql": f"ANALYZE TABLE {tables}",
-            "sqlite": "ANALYZE",
-        }  # fmt: skip
-        connection.exec_driver_sql(analyze[kind])
-    return store, term
+
+
+def _analyze(engine: sa.Engine) -> None:
+    tables = "celery_lease_run, celery_lease_commit"
+    analyze = {"postgresql": f"ANALYZE {tables}", "sqlite": "ANALYZE"}
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(analyze.get(engine.dialect.name, f"ANALYZE TABLE {tables}"))
 
 
 class Plans:
@@ -253,3 +262,58 @@ def test_pruning_is_bounded_and_keeps_what_is_open(old):
     assert 0 < deleted <= 300
     assert before - after <= 100
     assert found == RUNS // 20_000
+
+
+# --- what workers ask ---------------------------------------------------------------------
+
+#: A run of the history that is not settled.
+OPEN = "20007"
+ADMISSION = {
+    "look": lambda fences, ticket: fences.look(ticket),
+    "refuse": lambda fences, ticket: fences.refuse(ticket),
+    "settle": lambda fences, ticket: fences.settle(ticket, "committed"),
+}
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("verb", ADMISSION.values(), ids=ADMISSION)
+def test_a_plan_made_while_the_tables_were_empty_stays_good(postgresql_url, verb):
+    """A worker's connection keeps its plans, until the first statistics at the earliest.
+
+    With two indexes to choose from and no rows yet, PostgreSQL takes any. One of the two
+    reads every run of the lease.
+    """
+    fences = FenceStore(postgresql_url)
+    with opened(postgresql_url) as store:
+        term = grant(store, ttl=3600)
+        store.raise_fence(term)
+        with store.engine.begin() as connection:
+            for table in ("celery_lease_run", "celery_lease_commit"):
+                connection.exec_driver_sql(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
+        # Often enough for the driver to prepare it, and for the server to keep its plan.
+        for number in range(20):
+            verb(fences, ticket(term, f"before-{number}"))
+        _add_history(store.engine)
+        before = _rows_read(store.engine)
+        verb(fences, ticket(term, OPEN))
+        fences.dispose()
+        read = _rows_read(store.engine, more_than=before) - before
+
+    assert read < 100
+
+
+def _rows_read(engine: sa.Engine, more_than: int = -1) -> int:
+    """Return how many rows and index entries the server has read in our tables."""
+    query = sa.text(
+        "SELECT sum(coalesce(seq_tup_read, 0) + coalesce(idx_tup_fetch, 0))"
+        " FROM pg_stat_user_tables WHERE relname LIKE 'celery_lease%'"
+    )
+
+    def read() -> int:
+        with engine.connect() as connection:
+            connection.exec_driver_sql("SELECT pg_stat_force_next_flush()")
+            connection.commit()
+            return int(connection.execute(query).scalar_one())
+
+    # A session tells what it read when it ends, which is a moment after its client left.
+    return wait_until(lambda: (found := read()) > more_than and found)

@@ -54,7 +54,12 @@ def masked(url: str | sa.URL) -> str:
 
 
 def create_engine(
-    url: str, options: Mapping[str, Any], *, lock_wait: float, statement_wait: float
+    url: str,
+    options: Mapping[str, Any],
+    *,
+    lock_wait: float,
+    statement_wait: float,
+    autocommit: bool = False,
 ) -> sa.Engine:
     """Return an engine for a lease database. Nothing is connected yet.
 
@@ -63,6 +68,8 @@ def create_engine(
         options: The user's options, which win over ours.
         lock_wait: Seconds that a statement waits for a lock.
         statement_wait: Seconds that a statement may take, where the database can tell.
+        autocommit: Whether each statement commits by itself. To say so of an engine saves
+            up to five round trips a statement over saying so of each connection in turn.
 
     Raises:
         ConfigurationError: The URL, its driver or the options cannot be used.
@@ -76,6 +83,8 @@ def create_engine(
             setting="beat_lease_engine_options",
         )
     arguments = database.engine_arguments(parsed.get_dialect().driver, lock_wait, statement_wait)
+    if autocommit:
+        arguments["isolation_level"] = "AUTOCOMMIT"
     connect_args = {**arguments.pop("connect_args", {}), **(options.get("connect_args") or {})}
     arguments = {"pool_pre_ping": True, **arguments, **options, "connect_args": connect_args}
     try:
@@ -88,7 +97,11 @@ def create_engine(
         raise ConfigurationError(
             f"beat_lease_engine_options: {error}", setting="beat_lease_engine_options"
         ) from None
+    # A name that SQLAlchemy before 2.0.43 does not know, and then does not look at.
+    engine.dialect.skip_autocommit_rollback = autocommit
     _listen(engine, database, lock_wait, statement_wait)
+    if not autocommit:
+        sa.event.listen(engine, "begin", database.begin)
     return engine
 
 
@@ -154,10 +167,6 @@ def _listen(
         except BaseException:
             dbapi.close()
             raise
-
-    @sa.event.listens_for(engine, "begin")
-    def begin(connection: sa.Connection) -> None:
-        database.begin(connection)
 
 
 def _wrong_url(rest: str) -> ConfigurationError:

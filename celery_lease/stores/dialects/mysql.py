@@ -51,6 +51,10 @@ _KINDS: dict[type[StoreError], set[int]] = {
 }
 
 
+#: No gap locks, and 1020 cannot come up.
+_LEVEL = "READ COMMITTED"
+
+
 class MySQL(Database):
     """MariaDB 10.6 and later; MySQL 8.0 and later by the book, not by test."""
 
@@ -70,8 +74,7 @@ class MySQL(Database):
         self, driver: str, lock_wait: float, statement_wait: float
     ) -> dict[str, Any]:
         """Give every wait for the socket an end."""
-        # READ COMMITTED: no gap locks, and 1020 cannot come up.
-        arguments: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
+        arguments: dict[str, Any] = {"isolation_level": _LEVEL}
         if driver in ("pymysql", "mysqldb"):
             seconds = max(2, int(statement_wait))
             arguments["connect_args"] = {
@@ -85,6 +88,8 @@ class MySQL(Database):
         """Cap the waits: the default lock wait is 50 seconds, longer than any ttl."""
         _execute(dbapi, f"SET SESSION innodb_lock_wait_timeout = {max(1, int(lock_wait))}")
         _idle_transaction_timeout(dbapi, max(1, round(2 * statement_wait)))
+        # Of statements that commit by themselves too: of those SQLAlchemy says nothing.
+        _execute(dbapi, f"SET SESSION TRANSACTION ISOLATION LEVEL {_LEVEL}")
 
     def insert_ignore(self, table: sa.Table) -> Any:
         """Use INSERT IGNORE. It swallows truncation too: use it for rows of our own making."""
