@@ -111,6 +111,7 @@ def guarded(
     seen = _Connection(connection)
     database = database_of(seen.dialect)
     passed = answered = False
+    hooks: list[Any] = []
 
     def answer() -> None:
         nonlocal answered
@@ -126,11 +127,14 @@ def guarded(
             yield connection
             _guard(seen, ticket, store, final=final)
             passed = True
+            hooks = connection.run_on_commit
     except DatabaseError as error:
         # Its COMMIT was sent, and the answer was an error: the ledger knows.
         if answered or not (passed and final and _is_committed(ticket, store, error)):
             raise
-        committed()
+        # Django has dropped the hooks, as after a rollback.
+        connection.run_on_commit = hooks
+        connection.run_and_clear_commit_hooks()
     finally:
         if connection.connection is not None:
             database.give_back(connection.connection, seen.info)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -15,6 +16,7 @@ from celery_lease.guards.fence import Unfenced
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
+from tests.services import TCPProxy, Verdict, lose_answer
 
 pytest.importorskip("django_celery_beat")
 
@@ -52,12 +54,32 @@ class Counter:
 @pytest.fixture
 def counter(database_url: str) -> Iterator[Counter]:
     """A desk whose database Django knows too."""
+    with _counter(database_url, sa.make_url(database_url)) as made:
+        yield made
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ]
+)
+def far_counter(request: pytest.FixtureRequest) -> Iterator[tuple[Counter, TCPProxy]]:
+    """One whose Django reaches the database through a proxy."""
+    url = sa.make_url(request.getfixturevalue(f"{request.param}_url"))
+    with TCPProxy(url.port or 0) as proxy:
+        far = url.set(host="127.0.0.1", port=proxy.port)
+        with _counter(url.render_as_string(hide_password=False), far) as made:
+            yield made, proxy
+
+
+@contextmanager
+def _counter(desks: str, djangos: sa.URL) -> Iterator[Counter]:
     from django.db import connections
 
-    desk = Desk(database_url)
-    url = sa.make_url(database_url)
+    desk = Desk(desks)
     alias = f"db{uuid.uuid4().hex}"
-    connections.settings[alias] = _entry(url)
+    connections.settings[alias] = _entry(djangos)
     yield Counter(desk, alias)
     connections[alias].close()
     del connections.settings[alias]
@@ -181,6 +203,48 @@ def test_an_error_of_a_hook_after_the_commit_is_raised(counter: Counter, error: 
     assert seen == [True]
     assert fence.settled
     assert counter.desk.notes() == [1]
+
+
+def test_the_hooks_of_a_commit_whose_answer_was_lost_are_called(
+    far_counter: tuple[Counter, TCPProxy],
+) -> None:
+    """The ledger knows that it is committed; what the user does after a commit is due."""
+    from django.db import transaction
+
+    counter, proxy = far_counter
+    fence = counter.desk.fence()
+    seen: list[str] = []
+    with fence.atomic(counter.alias):
+        counter.write(1)
+        transaction.on_commit(lambda: seen.append("first"), using=counter.alias)
+        transaction.on_commit(lambda: counter.write(2), using=counter.alias)
+        proxy.filter = lose_answer(b"COMMIT")
+    assert fence.settled
+    assert seen == ["first"]
+    assert counter.desk.notes() == [1, 2]
+
+
+def test_the_hooks_of_a_commit_that_never_arrived_are_not_called(
+    far_counter: tuple[Counter, TCPProxy],
+) -> None:
+    """Nothing was committed, so the error is raised, and what follows a commit is not due."""
+    from django.db import DatabaseError, transaction
+
+    counter, proxy = far_counter
+    fence = counter.desk.fence()
+    seen: list[str] = []
+
+    def cut(sender: str, chunk: bytes, connection: Any) -> Verdict:
+        return Verdict.DROP_AND_CUT if b"COMMIT" in chunk else Verdict.FORWARD
+
+    with pytest.raises(DatabaseError), fence.atomic(counter.alias):
+        counter.write(1)
+        transaction.on_commit(lambda: seen.append("first"), using=counter.alias)
+        proxy.filter = cut
+    proxy.filter = None
+    assert not fence.settled
+    assert seen == []
+    assert counter.desk.notes() == []
 
 
 def test_savepoints_inside_are_the_users_own(counter: Counter) -> None:
