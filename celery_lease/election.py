@@ -24,7 +24,7 @@ from celery_lease.errors import StoreContention, StoreUnavailable
 from celery_lease.guards.sqlalchemy import Guard, guarded
 from celery_lease.journal import TransitionLog
 from celery_lease.lease import Holder, Term
-from celery_lease.settings import Settings
+from celery_lease.settings import Settings, duration
 from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.transition import Action, Transition
@@ -141,14 +141,19 @@ class LeaderElection:
         engine_options: Mapping[str, Any] | None = None,
         create: bool = True,
     ) -> None:
+        ttl = duration("ttl", ttl)
+
+        def seconds(setting: str, given: float | None, default: float) -> float:
+            return default if given is None else duration(setting, given)
+
         self.settings = Settings(
             url=url,
             name=name,
             ttl=ttl,
-            renew_interval=ttl / 3 if renew_interval is None else renew_interval,
-            margin=ttl / 10 if margin is None else margin,
-            retry_interval=ttl / 6 if retry_interval is None else retry_interval,
-            stall_timeout=float("inf") if stall_timeout is None else stall_timeout,
+            renew_interval=seconds("renew_interval", renew_interval, ttl / 3),
+            margin=seconds("margin", margin, ttl / 10),
+            retry_interval=seconds("retry_interval", retry_interval, ttl / 6),
+            stall_timeout=seconds("stall_timeout", stall_timeout, float("inf")),
             engine_options=engine_options or {},
             auto_init=create,
         )

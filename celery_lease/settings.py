@@ -168,6 +168,20 @@ def duration(setting: str, value: Any) -> float:
     return float(value)
 
 
+def positive_duration(setting: str, value: Any) -> float:
+    """Return *value*, a number of seconds or a timedelta above 0, as seconds.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    seconds = duration(setting, value)
+    if seconds <= 0:
+        raise ConfigurationError(
+            f"{setting} = {value!r} cannot be; give a number of seconds above 0", setting=setting
+        )
+    return seconds
+
+
 def misfire_policy(setting: str, value: Any) -> MisfirePolicy:
     """Return the misfire policy that *value* names.
 

@@ -23,6 +23,7 @@ from celery_lease.errors import (
     StoreError,
     UnsafeTransaction,
 )
+from celery_lease.settings import positive_duration
 from celery_lease.stores.dialects import database_of
 from celery_lease.stores.fences import FenceStore, Ticket, missing_fence, refusal
 
@@ -101,6 +102,7 @@ def guarded(
     Raises:
         UnsafeTransaction: The guard could not be the last word.
         FencingError: Refused; nothing was written.
+        ConfigurationError: *idle* is no number of seconds above 0.
     """
     connection = connections[using]
     if connection.in_atomic_block or not connection.get_autocommit():
@@ -123,7 +125,8 @@ def guarded(
             # The first of its hooks: an error of a later one is no answer to COMMIT.
             transaction.on_commit(answer, using=using)
             if idle is not None:
-                database.limit_idle(seen, idle)  # type: ignore[arg-type] # as much as it needs
+                seconds = positive_duration("idle", idle)
+                database.limit_idle(seen, seconds)  # type: ignore[arg-type] # as much as it needs
             yield connection
             _guard(seen, ticket, store, final=final)
             passed = True

@@ -127,6 +127,7 @@ class TaskFence:
             AlreadySettled: Another delivery was faster. Nothing was written.
             MissingFence: The target is not in the lease database. Nothing was written.
             UnsafeTransaction: The guard cannot be the last word here.
+            ConfigurationError: *idle* is no number of seconds above 0.
         """
         with self._block():
             guard = self._guard = Guard(self.ticket, self.store, final=final, idle=idle)

@@ -24,6 +24,7 @@ from celery_lease.errors import (
     StoreUnavailable,
     UnsafeTransaction,
 )
+from celery_lease.settings import positive_duration
 from celery_lease.stores.dialects import database_of, masked, translated
 from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, refusal
 
@@ -52,6 +53,9 @@ class Guard:
         final: Whether passing settles the ticket's task, or is only a check.
         idle: Seconds of silence after which the server ends the transaction, from
             its start on; None for the guard's last round trip only.
+
+    Raises:
+        ConfigurationError: *idle* is no number of seconds above 0.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Guard:
         self.ticket = ticket
         self._store = store
         self._final = final
-        self._idle = idle
+        self._idle = None if idle is None else positive_duration("idle", idle)
         self._state = _State.OPEN
         self._error: BaseException | None = None
         self._engine: sa.Engine | None = None

@@ -126,3 +126,10 @@ def test_impossible_durations_are_refused_at_once(database_url):
     """Nobody should find out at three in the morning."""
     with pytest.raises(ConfigurationError, match="renew_interval"):
         LeaderElection(database_url, "janitor", ttl=3, renew_interval=2)
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), "30", 10**11])
+def test_what_is_no_duration_is_refused_at_once(database_url, wrong):
+    """Found by the database, it would be an error of the database's."""
+    with pytest.raises(ConfigurationError, match="ttl = "):
+        LeaderElection(database_url, "janitor", ttl=wrong)

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from celery_lease.errors import AlreadySettled, MissingFence, StaleEpoch, UnsafeTransaction
+from celery_lease.errors import (
+    AlreadySettled,
+    ConfigurationError,
+    MissingFence,
+    StaleEpoch,
+    UnsafeTransaction,
+)
 from celery_lease.guards.fence import Unfenced
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
@@ -295,6 +301,16 @@ def test_a_database_without_lease_tables_says_what_to_look_at(
         pass
     connections[alias].close()
     del connections.settings[alias]
+
+
+def test_an_idle_limit_that_is_none_is_refused(counter: Counter) -> None:
+    """0 would end the transaction at once, and a server takes no endless one."""
+    with (
+        pytest.raises(ConfigurationError, match="idle = 0"),
+        counter.desk.fence().atomic(counter.alias, idle=0),
+    ):
+        counter.write(1)
+    assert counter.desk.notes() == []
 
 
 def test_an_unfenced_call_opens_a_plain_transaction(counter: Counter) -> None:

@@ -22,6 +22,7 @@ from sqlalchemy.orm import (
 
 from celery_lease.errors import (
     AlreadySettled,
+    ConfigurationError,
     MissingFence,
     StaleEpoch,
     UnsafeTransaction,
@@ -755,6 +756,17 @@ def test_a_database_without_a_fence_says_what_to_look_at(desk: Desk, tmp_path: A
     with elsewhere.connect() as connection:
         assert connection.scalars(sa.select(Note.id)).all() == []
     elsewhere.dispose()
+
+
+@pytest.mark.parametrize("idle", [0, -1, float("inf"), float("nan"), "5", True])
+def test_an_idle_limit_that_is_none_is_refused(desk: Desk, idle: Any) -> None:
+    """0 would end the transaction at once, and a server takes no endless one."""
+    with (
+        pytest.raises(ConfigurationError, match="idle = "),
+        desk.fence().transaction(desk.engine, idle=idle) as work,
+    ):
+        write(work, 1)
+    assert desk.notes() == []
 
 
 def test_a_target_of_another_kind_is_a_type_error(desk: Desk) -> None:
