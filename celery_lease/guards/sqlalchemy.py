@@ -144,6 +144,26 @@ class Guard:
             raise error
         self._state = _State.PASSED
 
+    def speak_alone(self) -> None:
+        """Say the last word where there is no transaction, as nothing was written.
+
+        Raises:
+            FencingError: It is refused.
+            StoreError: The lease database did not answer.
+        """
+        try:
+            if self._final:
+                self._store.settle(self.ticket, "committed")
+                error = None
+            else:
+                error = refusal(self.ticket, self._store.look(self.ticket))
+        except FencingError as refused:
+            error = refused
+        if error is not None:
+            self._state, self._error = _State.REFUSED, error
+            raise error
+        self._state = _State.COMMITTED
+
     def _refuse(self, connection: sa.Connection, error: BaseException) -> None:
         # Out of the commit hook the connection goes back to its pool with its transaction
         # open, and the next block on it would commit these rows.
@@ -320,7 +340,11 @@ def _session(session: Session, guard: Guard) -> Iterator[None]:
             # What it has to write says best on which of its engines.
             session.flush()
         if guard.open and not _begun(session):
-            session.connection(bind_arguments=guard.bind_arguments(session))
+            try:
+                session.connection(bind_arguments=guard.bind_arguments(session))
+            except sa.exc.UnboundExecutionError:
+                # Its tables have engines, it has none itself, and none was written to.
+                guard.speak_alone()
         _commit(session, guard)
         guard.must_have_spoken()
     except BaseException:

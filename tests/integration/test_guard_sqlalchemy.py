@@ -289,6 +289,27 @@ def test_a_block_that_writes_nothing_still_settles(desk: Desk, kind: str) -> Non
     assert desk.lease.outcome(fence.ticket.task_id) == "committed"
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_a_session_whose_tables_alone_have_engines_may_write_nothing(
+    desk: Desk, final: bool
+) -> None:
+    """No row to bill today is a good end too, though there is no engine to say it on."""
+    fence = desk.fence()
+    with fence.transaction(sessionmaker(binds={Note: desk.engine}), final=final):
+        pass
+    assert fence.settled == final
+
+    desk.lease.depose()
+    stale = desk.fence()
+    with (
+        pytest.raises(StaleEpoch),
+        stale.transaction(sessionmaker(binds={Note: desk.engine}), final=final),
+    ):
+        pass
+    assert not stale.settled
+    assert isinstance(stale.refused, StaleEpoch)
+
+
 @pytest.mark.parametrize("kind", TARGETS)
 def test_what_was_rolled_back_inside_is_gone_and_the_rest_is_guarded(
     desk: Desk, kind: str
