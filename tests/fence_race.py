@@ -231,7 +231,7 @@ def race(configuration: Configuration, url: str, attempts: int) -> Count:
 
 def race_results(kind: str, redis: Redis, directory: Path, runs: int) -> dict[str, Any]:
     """Have attempts of many runs end in any order; compare results with the ledger."""
-    from tests.integration.test_task_process import Floor
+    from tests.integration.floor import Floor
 
     directory.mkdir()
     floor = Floor(kind, redis, directory, concurrency=4)
