@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from celery import Celery
 from sqlalchemy.orm import sessionmaker
 
 from celery_lease import FencedTask
+from celery_lease.errors import UnsafeTransaction
 from tests.integration.workshop import Base, Note
 
 
@@ -37,7 +40,8 @@ def make_app(  # noqa: C901 - many small tasks
         task_send_sent_event=False,
     )
     marks = Path(directory)
-    engine = sa.create_engine(lease)
+    # As many connections as a worker runs tasks at once.
+    engine = sa.create_engine(lease, pool_size=0)
     maker = sessionmaker(engine)
 
     def write(task: FencedTask, text: str) -> None:
@@ -69,6 +73,56 @@ def make_app(  # noqa: C901 - many small tasks
         write(self, self.request.id)
         time.sleep(after)
         return self.epoch
+
+    @app.task(base=FencedTask, bind=True, shared=False, name="mingle")
+    def mingle(self: FencedTask, key: str, gate: str) -> None:
+        """Say whose fence this is, again and again, with other tasks at work in between."""
+        seen: list[Any] = []
+
+        def look() -> None:
+            entry = self.occurrence.entry if self.occurrence else None
+            seen.append([self.request.id, self.fence.idempotency_key, self.epoch, entry])
+
+        look()
+        witness.delay(key)
+        look()
+        try:
+            with self.fence.transaction(maker) as session:
+                session.add(Note(text=key, epoch=self.epoch))
+                session.flush()
+                look()
+                (marks / f"{key}.flushed").touch()
+                wait_for(gate)
+                look()
+        finally:
+            look()
+            (marks / f"{key}.saw").write_text(json.dumps(seen))
+
+    @app.task(base=FencedTask, bind=True, shared=False, name="scatter")
+    def scatter(self: FencedTask, key: str) -> str:
+        """Write from a thread (from a greenlet, in a pool of them) with the fence it is given."""
+        fence = self.fence
+
+        def ask() -> str:
+            try:
+                return f"the fence of epoch {self.fence.epoch}"
+            except UnsafeTransaction:
+                return "no fence"
+
+        def write_there() -> None:
+            with fence.transaction(maker) as session:
+                session.add(Note(text=key, epoch=fence.epoch))
+
+        with ThreadPoolExecutor(1) as threads:
+            found = threads.submit(ask).result()
+            threads.submit(write_there).result()
+        return found
+
+    @app.task(bind=True, shared=False, name="witness")
+    def witness(self: Any, key: str) -> None:
+        """Leave a mark that names the stamp. No fence turns it away."""
+        stamps = self.request.stamps or {}
+        (marks / f"{key}.child-{stamps.get('lease_epoch')}-{stamps.get('lease_run')}").touch()
 
     @app.task(
         base=FencedTask,

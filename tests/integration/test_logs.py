@@ -61,7 +61,7 @@ def line(log, text):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("pool", ["prefork", "solo", "threads"])
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
 def test_lines_of_a_stamped_task_show_its_epoch_by_default(said, pool):
     """Nobody has to set a format to tell a stale task's lines from a current one's."""
     log, task_id = said(pool)
