@@ -153,12 +153,15 @@ class Cluster:
         [(holder,)] = self.ledger.rows("SELECT holder FROM celery_lease")
         return int(holder.split(":")[1])
 
-    def worker(self, name="worker", *arguments, ready=True, concurrency=1, **proxies):
+    def worker(
+        self, name="worker", *arguments, ready=True, pool="prefork", concurrency=1, **proxies
+    ):
         """Start a worker, and wait until it is ready unless told otherwise."""
         process = CeleryProcess.worker(
             "tests.acceptance.app",
             *arguments,
             name=name,
+            pool=pool,
             concurrency=concurrency,
             directory=self.directory,
             env=self.environment(**proxies),

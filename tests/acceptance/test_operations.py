@@ -6,10 +6,22 @@ import signal
 
 import celery
 import pytest
+import sqlalchemy as sa
 
-from tests.acceptance.cluster import MARIADB, POSTGRESQL, RENEW, SQLITE, TAKEOVER, on
+from tests.acceptance.cluster import (
+    MARIADB,
+    POSTGRESQL,
+    RENEW,
+    RETRY,
+    SQLITE,
+    TAKEOVER,
+    on,
+)
 from tests.acceptance.ledger import seconds
 from tests.services import wait_until
+
+#: What gives a worker a beat of its own.
+EMBEDDED = ("-B", "--scheduler", "celery_lease:LeasedScheduler")
 
 
 @on(MARIADB, POSTGRESQL, SQLITE)
@@ -67,8 +79,7 @@ def ping(cluster, name):
 def test_beats_embedded_in_workers_step_down_and_leave_them_running(cluster, ledger):
     """Each of three workers has a beat of its own (``-B``); losing the lease ends none of them."""
     cluster.schedule = {"often": {"every": 1.0}}
-    embedded = ("-B", "--scheduler", "celery_lease:LeasedScheduler")
-    workers = [cluster.worker(name, *embedded, ready=False) for name in ("one", "two", "three")]
+    workers = [cluster.worker(name, *EMBEDDED, ready=False) for name in ("one", "two", "three")]
     for worker in workers:
         worker.ready()
     ledger.committed("often")
@@ -89,6 +100,37 @@ def test_beats_embedded_in_workers_step_down_and_leave_them_running(cluster, led
     for worker in workers:
         assert worker.container.status == "running"
     ledger.assert_sound()
+
+
+@on(SQLITE, POSTGRESQL, MARIADB)
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads"])
+def test_a_worker_that_ends_hands_over_the_lease_of_its_beat(cluster, ledger, pool):
+    """In each pool that may embed one: it is not left to expire, as after a crash."""
+    cluster.schedule = {"often": {"every": 1.0}}
+    leaving = cluster.worker("leaving", *EMBEDDED, pool=pool)
+    leaving.wait_for_log("leads under epoch 1")
+    assert cluster.pid_of_leader() in leaving.container.children
+    staying = cluster.standby("staying")
+    ledger.committed("often")
+
+    leaving.kill("SIGTERM")
+    assert leaving.container.wait() == 0
+    staying.wait_for_log("leads under epoch 2")
+    [(ended, ended_at)] = ledger.rows(
+        "SELECT ended, ended_at FROM celery_lease_term WHERE epoch = 1"
+    )
+    assert ended == "released"
+    assert seconds(ledger.acquired_at(2), ended_at) <= RETRY + 0.5
+    ledger.assert_sound()
+
+
+@on(SQLITE)
+def test_celery_embeds_no_beat_in_a_worker_of_greenlets(cluster, ledger):
+    """It ends with one of its own errors, so the lease is not touched; our pages say the same."""
+    status, said = cluster.celery("worker", *EMBEDDED, "--pool", "gevent")
+    assert status == 1
+    assert "-B option doesn't work with eventlet/gevent pools" in said
+    assert not sa.inspect(ledger.engine).has_table("celery_lease")
 
 
 @on(MARIADB, POSTGRESQL, SQLITE)
