@@ -10,7 +10,7 @@ from pathlib import Path
 import celery
 import pytest
 import sqlalchemy as sa
-from celery.beat import BeatLazyFunc, Scheduler, Service
+from celery.beat import BeatLazyFunc, EmbeddedService, Scheduler, Service
 from celery.schedules import crontab
 
 from celery_lease import recovery
@@ -19,6 +19,7 @@ from celery_lease.publish import Undelivered
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.schema import commit_table, run_table
 from tests.integration.beats import START, Beat, Cluster, Crash, crash, no_broker
+from tests.services import wait_until
 
 
 @pytest.fixture
@@ -798,6 +799,28 @@ def test_a_real_sigterm_inside_a_tick_releases_the_lease(cluster):
     assert beat.store.read("celery").holder is None
     # It came between the message and its mark: unmarked, a plain run would be sent twice.
     assert cluster.runs("state") == [("published",)]
+
+
+def test_a_beat_in_a_thread_leads_sends_and_releases(cluster):
+    """What ``worker -B`` does where there are no processes: no signal ever reaches it."""
+    embedded = EmbeddedService(
+        app=cluster.app({"often": {"schedule": 1.0}}),
+        thread=True,
+        scheduler_cls="celery_lease:LeasedScheduler",
+    )
+    embedded.start()
+    try:
+        # Made in that thread, like all that it is made of.
+        scheduler = wait_until(lambda: vars(embedded.service).get("scheduler"))
+        cluster.beats.append(scheduler)
+        wait_until(lambda: ("published",) in cluster.runs("state"), message="a run to be sent")
+        assert scheduler.store.read("celery").epoch == 1
+    finally:
+        embedded.stop()
+
+    embedded.join(10)
+    assert not embedded.is_alive()
+    assert scheduler.store.read("celery").holder is None
 
 
 def test_another_schedule_under_the_same_lease_is_told_loudly(cluster, caplog):
