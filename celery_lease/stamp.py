@@ -3,7 +3,8 @@
 It is four of Celery's own stamps (``stamped_headers``), beside whatever stamps the
 user sets. Celery carries stamps through retries by itself; what a stamped task
 publishes inherits them through :func:`inherit`, a ``before_task_publish`` receiver.
-Threads that a task's body starts have no current task, so nothing is inherited there.
+Threads and greenlets that a task's body starts have no current task, so nothing is
+inherited there.
 """
 
 from __future__ import annotations
