@@ -23,8 +23,9 @@ Direction: TypeAlias = Literal["client", "server"]
 #: What a filter looks for in a chunk: bytes, or a compiled expression.
 Pattern: TypeAlias = "bytes | re.Pattern[bytes]"
 
-#: A COMMIT, as the drivers send it; neither a ``SET AUTOCOMMIT`` nor a ``READ COMMITTED``.
-COMMIT = re.compile(rb"(?<!AUTO)COMMIT(?!TED)", re.IGNORECASE)
+#: A COMMIT, as the drivers send it; neither a ``SET AUTOCOMMIT`` nor a ``READ COMMITTED``, nor
+#: a statement on ``celery_lease_commit``.
+COMMIT = re.compile(rb"(?<!AUTO)(?<!_)COMMIT(?!TED)", re.IGNORECASE)
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20
