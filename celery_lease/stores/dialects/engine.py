@@ -85,7 +85,10 @@ def create_engine(
     arguments = database.engine_arguments(parsed.get_dialect().driver, lock_wait, statement_wait)
     if autocommit:
         arguments["isolation_level"] = "AUTOCOMMIT"
-    connect_args = {**arguments.pop("connect_args", {}), **(options.get("connect_args") or {})}
+    # What the URL says is the user's word too, but SQLAlchemy would let ours replace it.
+    ours = arguments.pop("connect_args", {})
+    ours = {key: value for key, value in ours.items() if key not in parsed.query}
+    connect_args = {**ours, **(options.get("connect_args") or {})}
     arguments = {"pool_pre_ping": True, **arguments, **options, "connect_args": connect_args}
     try:
         engine = sa.create_engine(parsed, **arguments)
