@@ -156,8 +156,14 @@ def _listen(
     def connect(dialect: sa.Dialect, record: Any, arguments: Any, options: Any) -> Any:
         try:
             return dialect.connect(*arguments, **options)
-        except (TypeError, engine.dialect.loaded_dbapi.ProgrammingError) as error:
-            # A word that the driver does not know.
+        except (
+            TypeError,
+            ValueError,
+            FileNotFoundError,
+            dialect.loaded_dbapi.ProgrammingError,
+            dialect.loaded_dbapi.NotSupportedError,
+        ) as error:
+            # A word that the driver does not know, a value that it does not take, no such file.
             raise ConfigurationError(
                 f"beat_lease_engine_options, connect_args: {error}",
                 setting="beat_lease_engine_options",
