@@ -147,7 +147,7 @@ class MySQL(Database):
 
     def classify(self, orig: BaseException) -> type[StoreError] | None:
         """Go by the error number."""
-        number = orig.args[0] if orig.args else None
+        number = _number(orig)
         return next((kind for kind, numbers in _KINDS.items() if number in numbers), None)
 
     def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
@@ -198,6 +198,11 @@ class MySQL(Database):
 _LIMIT, _BEFORE = "celery_lease_idle", "celery_lease_idle_before"
 
 
+def _number(error: BaseException) -> Any:
+    """Return the error number. A user's own engine may have any driver, and some have errno."""
+    return getattr(error, "errno", None) or (error.args[0] if error.args else None)
+
+
 def _read_idle_transaction_timeout(dbapi: Any) -> int | None:
     cursor = dbapi.cursor()
     try:
@@ -221,7 +226,7 @@ def _idle_transaction_timeout(dbapi: Any, seconds: int) -> None:
         # A comment that MariaDB alone executes; MySQL has no such variable.
         _execute(dbapi, f"/*M!100300 SET SESSION idle_transaction_timeout = {seconds} */")
     except Exception as error:  # MySQL answers an empty query with 1065
-        if not (error.args and error.args[0] == 1065):
+        if _number(error) != 1065:
             raise
 
 
