@@ -289,6 +289,16 @@ WRONG = {
         "name a file",
     ),
     "another driver": ({"beat_lease_url": "mysql://u:secret@h/d"}, "MySQLdb", "mysql+pymysql://"),
+    "a driver that waits for ever": (
+        {"beat_lease_url": "mariadb+mariadbconnector://u:secret@h/d"},
+        "mariadbconnector",
+        "write mariadb+pymysql://… or mariadb+mysqldb://…",
+    ),
+    "a driver that waits for ever, too": (
+        {"beat_lease_url": "postgresql+pg8000://u:secret@h/d"},
+        "pg8000",
+        "write postgresql+psycopg://… or ",
+    ),
     "for ever": ({"beat_lease_ttl": 1e18}, "beat_lease_ttl", "seconds"),
     "option": ({"beat_lease_engine_options": {"nope": 1}}, "beat_lease_engine_options", "nope"),
     "argument": (
@@ -306,6 +316,7 @@ def test_a_wrong_setting_is_one_line_that_names_it_and_the_way_out(
 ):
     """Whoever made the mistake should not have to read a traceback to find it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "MySQLdb", None)  # which a machine may have
     done = run("status", **conf)
 
     assert done.status == 2

@@ -37,14 +37,14 @@ class Database:
 
     #: Whether an UPDATE and the INSERT that depends on it can be one statement.
     one_statement_acquire = False
+    #: The drivers, in SQLAlchemy's words, whose waits for a silent server are given an end
+    #: below; none where there is no server.
+    drivers: ClassVar[tuple[str, ...]] = ()
 
-    def engine_arguments(
-        self, driver: str, lock_wait: float, statement_wait: float
-    ) -> dict[str, Any]:
+    def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
         """Return arguments for ``create_engine`` that keep waits below the ttl.
 
         Args:
-            driver: The driver's name, as SQLAlchemy spells it: they differ in words.
             lock_wait: Seconds that a statement waits for a lock.
             statement_wait: Seconds that a statement may take, where the database can tell.
         """

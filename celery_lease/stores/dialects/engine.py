@@ -82,7 +82,7 @@ def create_engine(
             "statements rely on their own; remove it",
             setting="beat_lease_engine_options",
         )
-    arguments = database.engine_arguments(parsed.get_dialect().driver, lock_wait, statement_wait)
+    arguments = database.engine_arguments(lock_wait, statement_wait)
     if autocommit:
         arguments["isolation_level"] = "AUTOCOMMIT"
     # What the URL says is the user's word too, but SQLAlchemy would let ours replace it.
@@ -127,7 +127,14 @@ def _parse(url: str) -> tuple[sa.URL, Database]:
         raise _wrong_url(
             f" = {shown!r} names an asynchronous driver; use psycopg, PyMySQL or sqlite3"
         )
-    return parsed, database_of(dialect)
+    database = database_of(dialect)
+    if database.drivers and dialect.driver not in database.drivers:
+        known = " or ".join(f"{dialect.name}+{each}://…" for each in database.drivers)
+        raise _wrong_url(
+            f" = {shown!r}: with this driver a silent server would be waited for without end; "
+            f"write {known}"
+        )
+    return parsed, database
 
 
 def _driver_for(url: sa.URL) -> str:

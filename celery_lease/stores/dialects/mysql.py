@@ -58,6 +58,9 @@ _LEVEL = "READ COMMITTED"
 class MySQL(Database):
     """MariaDB 10.6 and later; MySQL 8.0 and later by the book, not by test."""
 
+    #: PyMySQL and mysqlclient, which take the same words.
+    drivers = ("pymysql", "mysqldb")
+
     # The fence row alone: LOCK IN SHARE MODE would lock the lease row as well, and
     # locks queue fairly here, so a takeover does not starve.
     _SETTLE = sa.insert(commit_table).from_select(
@@ -70,19 +73,17 @@ class MySQL(Database):
         .with_for_update(read=True)
     )
 
-    def engine_arguments(
-        self, driver: str, lock_wait: float, statement_wait: float
-    ) -> dict[str, Any]:
+    def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
         """Give every wait for the socket an end."""
-        arguments: dict[str, Any] = {"isolation_level": _LEVEL}
-        if driver in ("pymysql", "mysqldb"):
-            seconds = max(2, int(statement_wait))
-            arguments["connect_args"] = {
+        seconds = max(2, int(statement_wait))
+        return {
+            "isolation_level": _LEVEL,
+            "connect_args": {
                 "connect_timeout": seconds,
                 "read_timeout": seconds + 1,
                 "write_timeout": seconds + 1,
-            }
-        return arguments
+            },
+        }
 
     def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
         """Cap the waits: the default lock wait is 50 seconds, longer than any ttl."""

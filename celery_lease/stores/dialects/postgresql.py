@@ -50,6 +50,7 @@ class PostgreSQL(OnConflict):
 
     insert = staticmethod(postgresql.insert)
     one_statement_acquire = True
+    drivers = ("psycopg", "psycopg2")
 
     _SETTLE = _with_idle_limit(
         sa.insert(commit_table)
@@ -66,21 +67,19 @@ class PostgreSQL(OnConflict):
         .with_for_update(read=True, of=fence_table)
     )
 
-    def engine_arguments(
-        self, driver: str, lock_wait: float, statement_wait: float
-    ) -> dict[str, Any]:
+    def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
         """Keep a silent network from holding a connection for longer than a statement may."""
-        arguments: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
-        if driver in ("psycopg", "psycopg2"):
-            seconds = max(2, int(statement_wait))
-            arguments["connect_args"] = {
+        seconds = max(2, int(statement_wait))
+        return {
+            "isolation_level": "READ COMMITTED",
+            "connect_args": {
                 "connect_timeout": seconds,
                 "keepalives_idle": seconds,
                 "keepalives_interval": 2,
                 "keepalives_count": 3,
                 "tcp_user_timeout": int(statement_wait * 1000),
-            }
-        return arguments
+            },
+        }
 
     def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
         """Cap the waits; make sure that an acknowledged epoch is on disk."""

@@ -61,9 +61,7 @@ class SQLite(OnConflict):
         )
     )
 
-    def engine_arguments(
-        self, driver: str, lock_wait: float, statement_wait: float
-    ) -> dict[str, Any]:
+    def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
         """Wait for the file's one writer."""
         return {"connect_args": {"timeout": lock_wait}}
 
