@@ -74,7 +74,7 @@ class MySQL(Database):
     )
 
     def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
-        """Give every wait for the socket an end."""
+        """Give every wait for the socket an end, and every name its letters."""
         seconds = max(2, int(statement_wait))
         return {
             "isolation_level": _LEVEL,
@@ -82,6 +82,8 @@ class MySQL(Database):
                 "connect_timeout": seconds,
                 "read_timeout": seconds + 1,
                 "write_timeout": seconds + 1,
+                # mysqlclient takes what its C library was built with: it may be latin1.
+                "charset": "utf8mb4",
             },
         }
 
