@@ -253,6 +253,23 @@ def test_the_hooks_of_a_commit_that_never_arrived_are_not_called(
     assert counter.desk.notes() == []
 
 
+def test_a_connection_that_breaks_in_the_body_is_the_bodys_error(
+    far_counter: tuple[Counter, TCPProxy],
+) -> None:
+    """Undoing the idle limit on it must not say something else; the next block reconnects."""
+    from django.db import OperationalError
+
+    counter, proxy = far_counter
+    fence = counter.desk.fence()
+    with pytest.raises(OperationalError), fence.atomic(counter.alias, idle=7):
+        counter.write(1)
+        proxy.cut()
+        counter.write(2)
+    with counter.desk.fence().atomic(counter.alias):
+        counter.write(3)
+    assert counter.desk.notes() == [3]
+
+
 def test_savepoints_inside_are_the_users_own(counter: Counter) -> None:
     """An inner ``atomic`` is a savepoint."""
     from django.db import transaction
