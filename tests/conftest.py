@@ -24,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what the tests run on."""
-    packages = ("celery", "kombu", "SQLAlchemy", "psycopg", "PyMySQL", "redis")
+    mysql = "mysqlclient" if MariaDB.admin.get_driver_name() == "mysqldb" else "PyMySQL"
+    packages = ("celery", "kombu", "SQLAlchemy", "psycopg", mysql, "redis")
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
     return [f"python {platform.python_version()}, {versions}", f"servers: {_servers()}"]
 

@@ -429,6 +429,7 @@ UNDO = {
         END
         """,
 }
+UNDO["mariadb"] = UNDO["mysql"]
 
 
 def test_a_trigger_that_undoes_the_epoch_is_found(database_url):

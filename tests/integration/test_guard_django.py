@@ -26,7 +26,12 @@ from tests.services import TCPProxy, Verdict, lose_answer
 
 pytest.importorskip("django_celery_beat")
 
-_ENGINES = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}
+_ENGINES = {
+    "postgresql": "postgresql",
+    "mysql": "mysql",
+    "mariadb": "mysql",
+    "sqlite": "sqlite3",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,13 +14,17 @@ from tests.services.base import DatabaseService, ServiceMissing
 # Debian keeps servers where only root's PATH leads.
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"))
 
+#: What URLs begin with: another driver is for all tests on MariaDB. Only whether the server
+#: answers is always asked with PyMySQL.
+_DRIVER = os.environ.get("CELERY_LEASE_TEST_MARIADB_DRIVER", "mysql+pymysql")
+
 
 class MariaDB(DatabaseService):
     """A MariaDB server on 127.0.0.1 and on a socket in its directory."""
 
     name = "mariadb"
     needs_unprivileged = True
-    admin: ClassVar[sa.URL] = sa.make_url("mysql+pymysql://root@/mysql?charset=utf8mb4")
+    admin: ClassVar[sa.URL] = sa.make_url(f"{_DRIVER}://root@/mysql?charset=utf8mb4")
 
     def __init__(self, *, fsync: bool = False) -> None:
         """`fsync`: be as slow as a real one."""
