@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, Error, connections, transaction
 from sqlalchemy import Dialect
 from sqlalchemy.dialects.mysql import pymysql
 from sqlalchemy.dialects.postgresql import psycopg
@@ -111,6 +111,7 @@ def guarded(
             name=ticket.lease,
         )
     seen = _Connection(connection)
+    dbapi = seen.dbapi_connection
     database = database_of(seen.dialect)
     passed = answered = False
     hooks: list[Any] = []
@@ -139,8 +140,18 @@ def guarded(
         connection.run_on_commit = hooks
         connection.run_and_clear_commit_hooks()
     finally:
-        if connection.connection is not None:
-            database.give_back(connection.connection, seen.info)
+        # Where that one broke, Django may have made another by now, on which nothing was set.
+        if connection.connection is dbapi:
+            _give_back(connection, seen)
+
+
+def _give_back(connection: Any, seen: _Connection) -> None:
+    """Undo the idle limit. A connection that breaks at it is no error of the block's."""
+    try:
+        with connection.wrap_database_errors:
+            database_of(seen.dialect).give_back(connection.connection, seen.info)
+    except Error:
+        connection.close()
 
 
 def _guard(seen: _Connection, ticket: Ticket, store: FenceStore, *, final: bool) -> None:

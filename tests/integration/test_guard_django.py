@@ -22,7 +22,7 @@ from celery_lease.guards.fence import Unfenced
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
-from tests.services import TCPProxy, Verdict, lose_answer
+from tests.services import COMMIT, TCPProxy, Verdict, lose_answer
 
 pytest.importorskip("django_celery_beat")
 
@@ -256,6 +256,30 @@ def test_the_hooks_of_a_commit_that_never_arrived_are_not_called(
     assert not fence.settled
     assert seen == []
     assert counter.desk.notes() == []
+
+
+def test_a_connection_that_breaks_after_the_commit_is_no_error_of_the_blocks(
+    far_counter: tuple[Counter, TCPProxy],
+) -> None:
+    """It is committed; only the idle limit is still to be undone, on MariaDB by a statement."""
+    counter, proxy = far_counter
+    fence = counter.desk.fence()
+    committed = False
+
+    def cut(sender: str, chunk: bytes, connection: Any) -> Verdict:
+        nonlocal committed
+        committed = committed or COMMIT.search(chunk) is not None
+        late = committed and b"idle_transaction_timeout" in chunk
+        return Verdict.DROP_AND_CUT if late else Verdict.FORWARD
+
+    with fence.atomic(counter.alias):
+        counter.write(1)
+        proxy.filter = cut
+    proxy.filter = None
+    assert fence.settled
+    with counter.desk.fence().atomic(counter.alias):
+        counter.write(2)
+    assert counter.desk.notes() == [1, 2]
 
 
 def test_a_connection_that_breaks_in_the_body_is_the_bodys_error(
