@@ -36,7 +36,9 @@ clean:  ## Remove the environments and what tools left behind
 	@rm -rf $(VENV) .tox .coverage .coverage.* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# A tox that was run by itself leaves a file of this name, which says where its environment is.
 $(VENV)/bin/python:
+	@[ ! -f $(VENV) ] || rm $(VENV)
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
