@@ -161,6 +161,7 @@ class GuardedBackend:
                 call_errbacks=call_errbacks and errbacks,
                 state=state,
             ),
+            exc,
         )
 
     def mark_as_revoked(
@@ -190,7 +191,13 @@ class GuardedBackend:
             )
             return False
 
-    def _end(self, request: Any, outcome: str, store: Callable[[bool], Any]) -> Any:
+    def _end(
+        self,
+        request: Any,
+        outcome: str,
+        store: Callable[[bool], Any],
+        raised: BaseException | None = None,
+    ) -> Any:
         """Store a terminal state whose outcome is on record, now or before."""
         stamp = None if request is None else _stamp_of(request)
         if stamp is None:
@@ -198,7 +205,12 @@ class GuardedBackend:
         with _lent_to_parent(stamp):
             if request in _vouched:
                 return store(True)
-            refused = self._settle(request, stamp, outcome)
+            if isinstance(raised, MissingFence) and request not in _shown:
+                # Never admitted. Where the lease's table alone is away, as in the middle of a
+                # migration, settling would still find the fence, and nobody would run it again.
+                refused = self._withhold(request, outcome, raised)
+            else:
+                refused = self._settle(request, stamp, outcome)
             if refused is None:
                 return store(True)
             # The id of a child belongs to one attempt: its chord and chain wait for an end.
@@ -221,17 +233,20 @@ class GuardedBackend:
             refuse(self._task, request, stamp.epoch, error, outcome)
             return error
         except CeleryLeaseError as error:
-            logger.error(  # noqa: TRY400 - the sentence is enough
-                "The end of %s[%s] (%s) was not stored: %s",
-                self._task.name,
-                request.id,
-                outcome,
-                error,
-                extra={"action": "result-withheld", "task_id": request.id},
-            )
-            return error
+            return self._withhold(request, outcome, error)
         vouch(request)
         return None
+
+    def _withhold(self, request: Any, outcome: str, error: CeleryLeaseError) -> CeleryLeaseError:
+        logger.error(
+            "The end of %s[%s] (%s) was not stored: %s",
+            self._task.name,
+            request.id,
+            outcome,
+            error,
+            extra={"action": "result-withheld", "task_id": request.id},
+        )
+        return error
 
     def _has_result(self, task_id: str) -> bool:
         """Return whether the task's end is in the result store; in doubt, it is."""

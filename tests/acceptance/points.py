@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from datetime import datetime, timezone
 from pathlib import Path
 
 from tests.services import wait_until
@@ -71,6 +72,14 @@ class Points:
         note = self.directory / f"{name}.reached"
         wait_until(note.exists, timeout=timeout, message=f"a process to pass {name!r}")
         return int(note.read_text())
+
+    def reached_at(self, name):
+        """Return the instant at which a process was there, by this host's clock: the servers' too.
+
+        The test may see it much later, where the machine is busy.
+        """
+        changed = (self.directory / f"{name}.reached").stat().st_mtime
+        return datetime.fromtimestamp(changed, timezone.utc)
 
     def release(self, name):
         """Let the process that waits there go on."""

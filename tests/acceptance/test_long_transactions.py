@@ -63,7 +63,7 @@ def test_a_worker_frozen_in_the_guards_last_round_trip_delays_a_takeover_by_the_
     cluster.conf = {"beat_lease_guard_idle": idle, "beat_lease_redispatch_after": 1}
     beat_a, beat_b, run_id = start(cluster, "long.commit", "stop")
     frozen = cluster.points.reached("long.commit")
-    frozen_at = ledger.now()
+    frozen_at = cluster.points.reached_at("long.commit")
     beat_a.kill(end)
     ended_at = ledger.now()
 

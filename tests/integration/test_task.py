@@ -201,6 +201,29 @@ def test_a_worker_on_another_database_says_so(
     assert workshop.lease.outcome(result.id) is None
 
 
+def test_a_message_that_met_half_the_tables_is_not_settled(
+    database_url: str, workshops: Callable[..., Workshop]
+) -> None:
+    """MariaDB's guard reads the fence alone, and would find it: failed, unrun, and for good."""
+    workshop = workshops(database_url)
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the body ran")
+
+    def rename(*names: str) -> None:
+        with workshop.engine.begin() as connection:
+            connection.exec_driver_sql("ALTER TABLE {} RENAME TO {}".format(*names))
+
+    rename("celery_lease", "celery_lease_away")
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "FAILURE"
+    rename("celery_lease_away", "celery_lease")
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.lease.outcome(result.id) is None
+
+
 def test_the_body_sees_its_occurrence(workshop: Workshop) -> None:
     """The planned time, not the time it happens to run at."""
 
