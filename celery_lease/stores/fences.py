@@ -14,6 +14,7 @@ from celery_lease.errors import (
     AlreadySettled,
     FencingError,
     MissingFence,
+    NotWritable,
     SchemaMismatch,
     StaleEpoch,
     StoreUnavailable,
@@ -325,8 +326,12 @@ class FenceStore:
     @contextmanager
     def _statement(self) -> Iterator[sa.Connection]:
         engine = self.engine
-        with translated(engine), engine.connect() as connection:
-            yield connection
+        try:
+            with translated(engine), engine.connect() as connection:
+                yield connection
+        except NotWritable:
+            engine.dispose()  # A session can stay read-only when its server is not any more.
+            raise
 
 
 def _twice(verb: Callable[[], T]) -> T:
