@@ -32,6 +32,7 @@ from celery_lease.errors import (
     AlreadySettled,
     FencingError,
     MissingEpoch,
+    NotWritable,
     StaleEpoch,
     StoreContention,
     StoreUnavailable,
@@ -69,7 +70,9 @@ _running: ContextVar[_Body | None] = ContextVar("celery_lease_fence", default=No
 _bodies: set[int] = set()
 
 _UNFENCED = Unfenced()
-_AWAY = (StoreUnavailable, StoreContention)
+#: What passes by itself, or once somebody mends it. "Not writable" is among it: during a
+#: switchover the database answers, and takes no outcome.
+_AWAY = (StoreUnavailable, StoreContention, NotWritable)
 
 
 class FencedTask(_Task):

@@ -13,6 +13,8 @@ from celery_lease import (
     ConfigurationError,
     FencedTask,
     MissingEpoch,
+    NotWritable,
+    StoreError,
     StoreUnavailable,
 )
 from celery_lease import backend as backends
@@ -631,10 +633,19 @@ def test_ignore_result_settles_all_the_same(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("verb", ["look", "settle"])
 @pytest.mark.parametrize("acks_late", [False, True])
+@pytest.mark.parametrize("why", [StoreUnavailable, NotWritable])
 def test_a_database_that_is_away_postpones_the_message(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, verb: str, acks_late: bool
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    acks_late: bool,
+    why: type[StoreError],
 ) -> None:
-    """Same id, stamps and retries; nothing is lost and nothing is decided."""
+    """Same id, stamps and retries; nothing is lost and nothing is decided.
+
+    Nor where it answers and takes no writes: the message would be gone, its run
+    neither settled nor refused, and so not sent again before a takeover.
+    """
     monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
     store = fence_store(workshop.app)
     real = getattr(store, verb)
@@ -643,7 +654,7 @@ def test_a_database_that_is_away_postpones_the_message(
     def failing(*args: Any) -> Any:
         if away:
             away.pop()
-            raise StoreUnavailable("connection refused")
+            raise why("connection refused")
         return real(*args)
 
     monkeypatch.setattr(store, verb, failing)
