@@ -88,6 +88,8 @@ class Publisher:
         """
         try:
             producer = self._ready()
+            if self._confirms is not None:
+                self._confirms.wait(self._timeout)  # For what an earlier flush left.
             with producer.batch(FLUSH) if hasattr(producer, "batch") else nullcontext():
                 yield producer
             if self._confirms is not None:
@@ -97,7 +99,10 @@ class Publisher:
                 raise
             lasting = self._is_lasting(error)
             turned_away = lasting or isinstance(error, _Nacked) or not self._is_brokers(error)
-            self.close()
+            # Of a connection that is blocked the broker reads the rest later, even if we
+            # drop it: each new one would add another copy of every message.
+            if not self._is_blocked(error):
+                self.close()
             raise Undelivered(said(error), turned_away=turned_away, lasting=lasting) from error
 
     def raised(self, error: BaseException) -> bool:
@@ -137,6 +142,11 @@ class Publisher:
         return isinstance(cause, connection.channel_errors) and not isinstance(
             cause, (*connection.connection_errors, *connection.recoverable_channel_errors)
         )
+
+    def _is_blocked(self, error: BaseException) -> bool:
+        """Return whether the broker only takes nothing for now, and has said so."""
+        confirms = self._confirms
+        return confirms is not None and confirms.blocked and isinstance(error, TimeoutError)
 
     def close(self) -> None:
         """Drop the connection."""
@@ -228,6 +238,10 @@ class _Confirms:
         self._waiting: set[int] = set()
         self._tag = 0
         self._nacked = 0
+        #: Whether the broker takes nothing for now: it is short of memory or of disk.
+        self.blocked = False
+        channel.connection.on_blocked = self._block
+        channel.connection.on_unblocked = self._unblock
         channel.events["basic_ack"].add(self._acknowledged)
         channel.events["basic_nack"].add(self._refused)
         channel.confirm_select()
@@ -260,6 +274,12 @@ class _Confirms:
             self._waiting = {each for each in self._waiting if each > tag}
         else:
             self._waiting.discard(tag)
+
+    def _block(self, _reason: str) -> None:
+        self.blocked = True
+
+    def _unblock(self) -> None:
+        self.blocked = False
 
     def _refused(self, tag: int, multiple: bool) -> None:
         before = len(self._waiting)

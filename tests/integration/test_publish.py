@@ -232,6 +232,28 @@ def test_a_refused_message_is_not_taken_for_delivered(rabbitmq_url):
 
 
 @pytest.mark.rabbitmq
+def test_a_broker_short_of_memory_is_not_sent_a_message_again_and_again(rabbitmq, rabbitmq_url):
+    """It reads what it was sent when it has memory again, from dropped connections too.
+
+    Nobody refuses the copies of a plain task, and an alarm can last for hours.
+    """
+    app, broker = publisher(rabbitmq_url, timeout=1.0)
+    with broker.flush() as producer:
+        send(producer, "before")
+
+    with rabbitmq.alarm():
+        for _ in range(4):
+            with pytest.raises(Undelivered) as told, broker.flush() as producer:
+                send(producer, "once")
+            assert not told.value.turned_away
+    with broker.flush() as producer:
+        send(producer, "after")
+
+    assert received(app) == ["before", "once", "after"]
+    broker.close()
+
+
+@pytest.mark.rabbitmq
 def test_confirms_are_waited_for_once_a_flush(rabbitmq_url):
     """One round trip for each message would be three times as slow."""
     _, broker = publisher(rabbitmq_url)

@@ -9,6 +9,8 @@ import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -153,6 +155,19 @@ class RabbitMQ(Service):
         """Delete a virtual host, whoever is still connected to it."""
         if not self.external:
             self._api("DELETE", f"vhosts/{urlsplit(url).path.lstrip('/')}")
+
+    @contextmanager
+    def alarm(self) -> Iterator[None]:
+        """Be short of memory: whoever publishes is blocked."""
+        self._watermark("0.000001")
+        try:
+            yield
+        finally:
+            self._watermark("0.6")
+
+    def _watermark(self, fraction: str) -> None:
+        control = self.program("rabbitmqctl")
+        self.run(control, "--node", self.node, "set_vm_memory_high_watermark", fraction)
 
     def _connect(self, url: str) -> dict[str, Any]:
         parts = urlsplit(url)
