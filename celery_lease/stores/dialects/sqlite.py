@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -68,6 +69,24 @@ class SQLite(OnConflict):
     def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
         """Take BEGIN out of the driver's hands: it would not begin at a SELECT."""
         dbapi.isolation_level = None
+
+    def place(self, dbapi: Any) -> tuple[str, tuple[int, int]]:
+        """Return the file's path, and which file is there now."""
+        dbapi.execute("PRAGMA schema_version").close()  # Opens the file, and makes a new one.
+        path: str = dbapi.execute("PRAGMA database_list").fetchone()[2]
+        return path, _identity(path)
+
+    def is_still(self, place: tuple[str, tuple[int, int]]) -> bool:
+        """Look whether the file was deleted or replaced.
+
+        Who has it open does not notice, and would go on to lead there, beside a beat that
+        has opened the new one.
+        """
+        path, identity = place
+        try:
+            return _identity(path) == identity
+        except OSError:
+            return False
 
     def begin(self, connection: sa.Connection) -> None:
         """Take the write lock at once; single statements run without a transaction."""
@@ -157,6 +176,11 @@ class SQLite(OnConflict):
         if dbapi.in_transaction:
             return False
         return dbapi.isolation_level is None or getattr(dbapi, "autocommit", None) is True
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = Path(path).stat()
+    return status.st_dev, status.st_ino
 
 
 def _to_wal(connection: sa.Connection) -> None:
