@@ -352,11 +352,15 @@ class Elector:
         try:
             answer = self.store.renew(tenure.term, self.settings.ttl)
         except StoreError as error:
-            left = tenure.trusted_until - self.clock.now()
+            if tenure.over.is_set():
+                return 0.0  # Its end was told: "leads, but could not renew" would be no more true.
+            interval = self.settings.renew_interval
+            left = max(0.0, tenure.trusted_until - self.clock.now())
             self._tell(
                 Action.RENEWAL_FAILED, epoch=tenure.term.epoch, reason=str(error), seconds=left
             )
-            return max(0.01, min(self.settings.renew_interval, left / 4))
+            # Ever more often, but not without end: each try is a line in the log.
+            return min(max(interval / 20, min(interval, left / 4)), left)
         if answer is Renewal.RENEWED:
             return self._renewed(tenure, sent_at)
         if answer is Renewal.CONFLICT:

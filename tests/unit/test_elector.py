@@ -168,6 +168,33 @@ def test_a_leader_goes_on_until_its_window_closes_when_the_database_is_away(stor
     assert beat.actions[-1] is Action.LOST
 
 
+def test_a_leader_without_a_database_does_not_fill_the_log(store, clock, beat):
+    """The time between two tries shrinks with what is left of the window, not to nothing."""
+    beat.campaign()
+    store.before["renew"] = away
+    while beat.leading:
+        clock.advance(beat.step())
+
+    assert beat.actions.count(Action.RENEWAL_FAILED) < 15
+    assert all(each.seconds > 0 for each in beat.told if each.action is Action.RENEWAL_FAILED)
+
+
+def test_a_renewal_that_fails_after_the_end_of_its_term_is_not_told(store, clock, beat):
+    """That it leads and could not renew, told after it stood by, reads like a second leader."""
+    beat.campaign()
+
+    def late() -> None:
+        clock.advance(WINDOW)
+        with pytest.raises(LeaseLost):
+            beat.check()
+        away()
+
+    store.before["renew"] = late
+    beat.step()
+
+    assert beat.actions == [Action.ACQUIRED, Action.LOST]
+
+
 def test_checking_raises_once_the_window_has_closed_even_if_no_thread_noticed(clock, beat):
     """The check before each publish must not depend on a thread that was frozen too."""
     beat.campaign()
