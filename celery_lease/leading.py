@@ -32,6 +32,8 @@ __all__ = ["LeaseMixin"]
 
 #: Rows of each kind that one round of housekeeping deletes at most.
 PRUNE = 500
+#: Seconds until the next round, where one did not delete all that is too old.
+PRUNE_AGAIN = 0.5
 #: Seconds that two clocks may differ before it is worth a warning.
 SKEW = 2.0
 #: Seconds to wait after an error that nobody foresaw.
@@ -55,6 +57,8 @@ class LeaseMixin(LeasedSends):
     _renewals = -1
     #: Whether what was left is still being recovered, which goes before any turn.
     _recovering = False
+    #: Whether there are more old rows than the last round of housekeeping could delete.
+    _untidy = False
     #: Whether the scheduler's own set-up was done.
     _set_up = False
     #: What the log said last about a database that does not answer.
@@ -183,7 +187,11 @@ class LeaseMixin(LeasedSends):
         if self.dispatcher.busy:
             self.dispatcher.resend(term)
         # A run that a worker refused is looked for at each renewal.
-        return min(self.turn(term, *args, **kwargs), self.settings.renew_interval)
+        wait = min(self.turn(term, *args, **kwargs), self.settings.renew_interval)
+        if self._untidy and wait > 0:
+            self._tidy(term)
+            wait = min(wait, PRUNE_AGAIN)
+        return wait
 
     def _campaign(self) -> Term | None:
         self._forget()
@@ -216,7 +224,14 @@ class LeaseMixin(LeasedSends):
         self._recovering = self.recovery.round(term, own=self._recovering)
         if not self._recovering:
             self.recovery.retry_lost(term, self.lost_after())
-            prune(self.store.engine, term.name, retention=self.settings.retention, limit=PRUNE)
+            self._tidy(term)
+
+    def _tidy(self, term: Term) -> None:
+        """Delete old rows: one round a renewal, and more of them where one is not enough."""
+        deleted = prune(
+            self.store.engine, term.name, retention=self.settings.retention, limit=PRUNE
+        )
+        self._untidy = deleted >= PRUNE
 
     def _compare_clocks(self) -> None:
         """Warn where this host's clock is not the database's: what is due goes by ours."""

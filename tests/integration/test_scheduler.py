@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from celery.beat import BeatLazyFunc, EmbeddedService, Scheduler, Service
 from celery.schedules import crontab
 
-from celery_lease import recovery
+from celery_lease import leading, recovery
 from celery_lease.errors import StoreUnavailable
 from celery_lease.publish import Undelivered
 from celery_lease.signals import occurrence_skipped
@@ -859,3 +859,19 @@ def test_old_runs_are_deleted_by_the_leader(cluster):
     beat.go()
 
     assert cluster.runs("id") == []
+
+
+def test_old_runs_are_deleted_as_fast_as_new_ones_come(cluster, monkeypatch):
+    """One bounded round a renewal is fifty rows a second: a large schedule makes more."""
+    monkeypatch.setattr(leading, "PRUNE", 2)
+    schedule = {"entry": {"schedule": 60.0, "misfire": "all"}}
+    beat = cluster.beat(schedule, beat_lease_retention=0.001)
+    beat.at(seconds=605).go()
+    assert len(cluster.runs()) == 10
+
+    beat._renewals -= 1  # the next renewal
+    for _ in range(6):
+        assert beat.tick() > 0
+
+    assert cluster.runs() == []
+    assert not beat._untidy
