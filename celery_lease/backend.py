@@ -205,12 +205,7 @@ class GuardedBackend:
         with _lent_to_parent(stamp):
             if request in _vouched:
                 return store(True)
-            if isinstance(raised, MissingFence) and request not in _shown:
-                # Never admitted. Where the lease's table alone is away, as in the middle of a
-                # migration, settling would still find the fence, and nobody would run it again.
-                refused = self._withhold(request, outcome, raised)
-            else:
-                refused = self._settle(request, stamp, outcome)
+            refused = self._settle(request, stamp, outcome, raised)
             if refused is None:
                 return store(True)
             # The id of a child belongs to one attempt: its chord and chain wait for an end.
@@ -218,8 +213,14 @@ class GuardedBackend:
                 return store(False)
             return None
 
-    def _settle(self, request: Any, stamp: Stamp, outcome: str) -> CeleryLeaseError | None:
+    def _settle(
+        self, request: Any, stamp: Stamp, outcome: str, raised: BaseException | None
+    ) -> CeleryLeaseError | None:
         """Record *outcome*; return why it could not be."""
+        if isinstance(raised, MissingFence) and request not in _shown:
+            # Never admitted. Where the lease's table alone is away, as in the middle of a
+            # migration, settling would still find the fence, and nobody would run it again.
+            return self._withhold(request, outcome, raised)
         ticket = ticket_of(stamp, request.id)
         try:
             fences = fence_store(self._task.app)
