@@ -85,9 +85,13 @@ def _settings(**given: Any) -> Settings:
     )
 
 
+#: Seconds that a look waits for each answer: probes are patient for ten, and it asks twice.
+LOOK = 2.0
+
+
 @contextmanager
-def _store(settings: Settings) -> Iterator[SQLLeaseStore]:
-    store = SQLLeaseStore(settings.url, settings.engine_options)
+def _store(settings: Settings, *, statement_wait: float = 10.0) -> Iterator[SQLLeaseStore]:
+    store = SQLLeaseStore(settings.url, settings.engine_options, statement_wait=statement_wait)
     try:
         with _one_line(store.shown):
             yield store
@@ -120,7 +124,7 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
 
     With --name, exit status 1 says that nobody leads, or that there is no such lease.
     """
-    with _store(_settings(url=url)) as store:
+    with _store(_settings(url=url), statement_wait=LOOK) as store:
         store.prepare(create=False)
         found = list(store.list()) if name is None else [store.read(name)]
         known = [each for each in found if each is not None]
@@ -147,7 +151,7 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
 def history(url: str | None, name: str | None, limit: int, as_json: bool) -> None:
     """Show the newest terms: who led when, under which epoch, and how it ended."""
     settings = _settings(url=url, name=name)
-    with _store(settings) as store:
+    with _store(settings, statement_wait=LOOK) as store:
         store.prepare(create=False)
         terms = store.history(settings.name, limit)
     if as_json:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from celery_lease.cli import lease
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import metadata
 from tests.leases import NAME, expire, grant, opened
-from tests.services import wait_until
+from tests.services import TCPProxy, wait_until
 
 
 def _runner() -> CliRunner:
@@ -346,6 +347,28 @@ def test_a_wrong_role_is_a_wrong_setting(postgresql_url):
     assert done.status == 2
     assert "correct its user" in done.err
     assert "secret" not in done.err
+
+
+@pytest.mark.parametrize(
+    "database",
+    [
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ],
+)
+def test_a_database_that_hangs_is_told_before_a_probe_loses_its_patience(request, database):
+    """A probe that is killed says nothing about why."""
+    url = sa.make_url(request.getfixturevalue(f"{database}_url"))
+    with TCPProxy(url.port or 0) as proxy:
+        proxy.hang()
+        far = url.set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        began = time.monotonic()
+        done = run("status", "--url", far)
+        took = time.monotonic() - began
+
+    assert done.status == 3
+    assert "is the database up?" in done.err
+    assert took < 9
 
 
 def test_a_database_that_is_away_is_not_a_wrong_setting():
