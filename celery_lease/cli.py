@@ -21,7 +21,7 @@ from celery_lease import canary
 from celery_lease.elector import Elector
 from celery_lease.errors import CeleryLeaseError, ConfigurationError, StoreUnavailable
 from celery_lease.lease import MAX_EPOCH, Holder, Lease, TermRecord
-from celery_lease.settings import Settings, duration
+from celery_lease.settings import Settings, positive_duration
 from celery_lease.stores import ddl
 from celery_lease.stores.dialects import is_certainly_wrong, masked
 from celery_lease.stores.leases import SQLLeaseStore
@@ -33,6 +33,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Seconds between two looks at a lease that is held.
 _LOOK = 0.2
+#: Seconds that ``status`` and ``history`` wait for each answer: probes are patient for ten,
+#: and the first question is asked twice.
+_PATIENCE = 2.0
 
 
 class _Failure(click.ClickException):
@@ -85,10 +88,6 @@ def _settings(**given: Any) -> Settings:
     )
 
 
-#: Seconds that a look waits for each answer: probes are patient for ten, and it asks twice.
-LOOK = 2.0
-
-
 @contextmanager
 def _store(settings: Settings, *, statement_wait: float = 10.0) -> Iterator[SQLLeaseStore]:
     store = SQLLeaseStore(settings.url, settings.engine_options, statement_wait=statement_wait)
@@ -124,7 +123,7 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
 
     With --name, exit status 1 says that nobody leads, or that there is no such lease.
     """
-    with _store(_settings(url=url), statement_wait=LOOK) as store:
+    with _store(_settings(url=url), statement_wait=_PATIENCE) as store:
         store.prepare(create=False)
         found = list(store.list()) if name is None else [store.read(name)]
         known = [each for each in found if each is not None]
@@ -151,7 +150,7 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
 def history(url: str | None, name: str | None, limit: int, as_json: bool) -> None:
     """Show the newest terms: who led when, under which epoch, and how it ended."""
     settings = _settings(url=url, name=name)
-    with _store(settings, statement_wait=LOOK) as store:
+    with _store(settings, statement_wait=_PATIENCE) as store:
         store.prepare(create=False)
         terms = store.history(settings.name, limit)
     if as_json:
@@ -200,11 +199,7 @@ def _durations(settings: Settings, ttl: float | None) -> Settings:
     """Return settings whose other durations fit this ttl."""
     if ttl is None:
         return settings
-    seconds = duration("--ttl", ttl)
-    if seconds <= 0:
-        raise ConfigurationError(
-            f"--ttl = {ttl:g} cannot be; give a number of seconds above 0", setting="--ttl"
-        )
+    seconds = positive_duration("--ttl", ttl)
     return dataclasses.replace(
         settings,
         ttl=seconds,

@@ -177,7 +177,7 @@ def positive_duration(setting: str, value: Any) -> float:
     seconds = duration(setting, value)
     if seconds <= 0:
         raise ConfigurationError(
-            f"{setting} = {value!r} cannot be; give a number of seconds above 0", setting=setting
+            f"{setting} = {seconds:g} cannot be; give a number of seconds above 0", setting=setting
         )
     return seconds
 

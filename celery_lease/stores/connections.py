@@ -8,8 +8,14 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from celery_lease.errors import NotWritable, StoreContention, StoreError, StoreUnavailable
-from celery_lease.stores.dialects import Database, create_engine, database_of, masked, translated
+from celery_lease.errors import StoreContention, StoreError, StoreUnavailable
+from celery_lease.stores.dialects import (
+    Database,
+    create_engine,
+    database_of,
+    masked,
+    translated_own,
+)
 
 __all__ = ["SQLStore"]
 
@@ -60,13 +66,8 @@ class SQLStore:
     def _translated(self) -> Iterator[None]:
         """Turn errors into StoreErrors: rows that are not taken are nobody's but ours here."""
         try:
-            with translated(self.engine):
+            with translated_own(self.engine):
                 yield
-        except NotWritable:
-            # A session can stay read-only when its server is not any more, and stays with
-            # a primary that was demoted: the next try has to make a new one.
-            self.engine.dispose()
-            raise
         except (sa.exc.IntegrityError, sa.exc.DataError) as error:
             said = " ".join(str(error.orig).split())
             raise StoreError(f"the tables in {self.shown} do not take a row: {said}") from error

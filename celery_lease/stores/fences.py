@@ -14,14 +14,13 @@ from celery_lease.errors import (
     AlreadySettled,
     FencingError,
     MissingFence,
-    NotWritable,
     SchemaMismatch,
     StaleEpoch,
     StoreUnavailable,
 )
 from celery_lease.lease import Fence
 from celery_lease.occurrence import Occurrence
-from celery_lease.stores.dialects import create_engine, database_of, masked, translated
+from celery_lease.stores.dialects import create_engine, database_of, masked, translated_own
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
 
 __all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "refusal"]
@@ -326,12 +325,8 @@ class FenceStore:
     @contextmanager
     def _statement(self) -> Iterator[sa.Connection]:
         engine = self.engine
-        try:
-            with translated(engine), engine.connect() as connection:
-                yield connection
-        except NotWritable:
-            engine.dispose()  # A session can stay read-only when its server is not any more.
-            raise
+        with translated_own(engine), engine.connect() as connection:
+            yield connection
 
 
 def _twice(verb: Callable[[], T]) -> T:

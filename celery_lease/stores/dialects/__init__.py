@@ -6,7 +6,7 @@ Nothing outside this package asks which database it talks to.
 from celery_lease.stores.dialects.base import Database
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
 from celery_lease.stores.dialects.engine import create_engine, database_of, masked
-from celery_lease.stores.dialects.failure import is_certainly_wrong, translated
+from celery_lease.stores.dialects.failure import is_certainly_wrong, translated, translated_own
 
 __all__ = [
     "Database",
@@ -17,5 +17,6 @@ __all__ = [
     "masked",
     "seconds_until",
     "translated",
+    "translated_own",
     "utcnow",
 ]

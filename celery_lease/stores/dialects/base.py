@@ -53,12 +53,8 @@ class Database:
     def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
         """Set up a new connection of our own."""
 
-    def place(self, dbapi: Any) -> Any:
-        """Return what a new connection leads to, for :meth:`is_still`."""
-
-    def is_still(self, place: Any) -> bool:
-        """Return whether a new connection would lead to the same place."""
-        return True
+    def watch(self, engine: sa.Engine) -> None:
+        """Have an engine of our own notice where its connections lead nowhere any more."""
 
     def begin(self, connection: sa.Connection) -> None:
         """Begin a transaction of our own."""

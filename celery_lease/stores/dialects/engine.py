@@ -26,9 +26,6 @@ _DATABASES: Mapping[str, Database] = {
 #: The extra that installs a driver, and the driver.
 _DRIVERS = {"postgresql": ("postgresql", "psycopg"), "mysql": ("mysql", "pymysql")}
 
-#: Where a connection's ``info`` has the place that it leads to.
-_PLACE = "celery_lease.place"
-
 _EXAMPLES = "postgresql+psycopg://…, mysql+pymysql://… or sqlite:///…"
 
 
@@ -183,15 +180,11 @@ def _listen(
     def connected(dbapi: Any, record: Any) -> None:
         try:
             database.connected(dbapi, lock_wait, statement_wait)
-            record.info[_PLACE] = database.place(dbapi)
         except BaseException:
             dbapi.close()
             raise
 
-    @sa.event.listens_for(engine, "checkout")
-    def checked_out(dbapi: Any, record: Any, proxy: Any) -> None:
-        if not database.is_still(record.info[_PLACE]):
-            raise sa.exc.DisconnectionError("the database's file was replaced")  # pool: a new one
+    database.watch(engine)
 
 
 def _wrong_url(rest: str) -> ConfigurationError:

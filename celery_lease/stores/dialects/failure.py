@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import sqlalchemy as sa
 
-from celery_lease.errors import SchemaMismatch, StoreError, StoreUnavailable
+from celery_lease.errors import NotWritable, SchemaMismatch, StoreError, StoreUnavailable
 from celery_lease.stores.dialects.engine import database_of, masked
 from celery_lease.stores.schema import SCHEMA_VERSION
 
-__all__ = ["is_certainly_wrong", "translated"]
+__all__ = ["is_certainly_wrong", "translated", "translated_own"]
 
 
 @contextmanager
@@ -35,6 +35,21 @@ def translated(engine: sa.Engine) -> Iterator[None]:
     except engine.dialect.loaded_dbapi.Error as error:
         # Setting up a new connection failed: SQLAlchemy does not wrap that.
         raise _failure(engine, error, broken=True) from error
+
+
+@contextmanager
+def translated_own(engine: sa.Engine) -> Iterator[None]:
+    """Do the same for an engine of our own, and drop its connections if one was read-only.
+
+    A session can stay read-only when its server is not any more, and stays with a primary
+    that was demoted: the next try has to make a new one.
+    """
+    try:
+        with translated(engine):
+            yield
+    except NotWritable:
+        engine.dispose()
+        raise
 
 
 def _failure(engine: sa.Engine, error: BaseException, *, broken: bool) -> StoreError:

@@ -70,23 +70,20 @@ class SQLite(OnConflict):
         """Take BEGIN out of the driver's hands: it would not begin at a SELECT."""
         dbapi.isolation_level = None
 
-    def place(self, dbapi: Any) -> tuple[str, tuple[int, int]]:
-        """Return the file's path, and which file is there now."""
-        dbapi.execute("PRAGMA schema_version").close()  # Opens the file, and makes a new one.
-        path: str = dbapi.execute("PRAGMA database_list").fetchone()[2]
-        return path, _identity(path)
-
-    def is_still(self, place: tuple[str, tuple[int, int]]) -> bool:
-        """Look whether the file was deleted or replaced.
+    def watch(self, engine: sa.Engine) -> None:
+        """Look, whenever a connection is taken, whether the file was deleted or replaced.
 
         Who has it open does not notice, and would go on to lead there, beside a beat that
         has opened the new one.
         """
-        path, identity = place
-        try:
-            return _identity(path) == identity
-        except OSError:
-            return False
+
+        @sa.event.listens_for(engine, "checkout")
+        def checked_out(dbapi: Any, record: Any, proxy: Any) -> None:
+            if _FILE not in record.info:  # new
+                record.info[_FILE] = _open_file(dbapi)
+            elif not _is_still(*record.info[_FILE]):
+                # What has the pool make a new one.
+                raise sa.exc.DisconnectionError("the database's file was replaced")
 
     def begin(self, connection: sa.Connection) -> None:
         """Take the write lock at once; single statements run without a transaction."""
@@ -176,6 +173,23 @@ class SQLite(OnConflict):
         if dbapi.in_transaction:
             return False
         return dbapi.isolation_level is None or getattr(dbapi, "autocommit", None) is True
+
+
+#: Key of ``Connection.info``: the path that was opened, and the file that was there.
+_FILE = "celery_lease_file"
+
+
+def _open_file(dbapi: Any) -> tuple[str, tuple[int, int]]:
+    dbapi.execute("PRAGMA schema_version").close()  # Opens the file, and makes a new one.
+    path: str = dbapi.execute("PRAGMA database_list").fetchone()[2]
+    return path, _identity(path)
+
+
+def _is_still(path: str, identity: tuple[int, int]) -> bool:
+    try:
+        return _identity(path) == identity
+    except OSError:
+        return False
 
 
 def _identity(path: str) -> tuple[int, int]:
