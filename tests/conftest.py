@@ -143,3 +143,14 @@ def rabbitmq_url(rabbitmq: RabbitMQ) -> Iterator[str]:
 def database_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty database, on each kind of database in turn."""
     return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+        pytest.param("mariadb", marks=pytest.mark.mariadb),
+    ]
+)
+def server_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty database, on each kind of server in turn."""
+    return request.getfixturevalue(f"{request.param}_url")

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.stores.dialects import from_now
+from celery_lease.stores.fences import Ticket
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import fence_table, lease_table
 
@@ -66,6 +67,14 @@ def put_back(store: SQLLeaseStore, epoch: int, term: str | None = None) -> None:
             .where(lease_table.c.name == NAME)
             .values(epoch=epoch, term=term, holder=None)
         )
+
+
+def ticket(term: Term, task: str) -> Ticket:
+    """What a task of this term shows."""
+    return Ticket(
+        lease=term.name, epoch=term.epoch, term=term.uuid, task_id=task, run=task,
+        execution=str(uuid.uuid4()),
+    )  # fmt: skip
 
 
 def lock_fence(connection: sa.Connection, name: str = NAME) -> None:

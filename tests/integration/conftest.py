@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,14 @@ from typing import Any
 import pytest
 
 from tests.integration.workshop import Workshop
+
+_keys = (f"k{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def key() -> str:
+    """A name for the task of this test, or for the first part of its name."""
+    return next(_keys)
 
 
 @pytest.fixture

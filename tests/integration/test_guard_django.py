@@ -22,7 +22,7 @@ from celery_lease.guards.fence import Unfenced
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
-from tests.services import COMMIT, TCPProxy, Verdict, lose_answer
+from tests.services import COMMIT, TCPProxy, Verdict, cut_before, lose_answer
 
 pytest.importorskip("django_celery_beat")
 
@@ -69,18 +69,13 @@ def counter(database_url: str) -> Iterator[Counter]:
         yield made
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("postgresql", marks=pytest.mark.postgresql),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
-    ]
-)
-def far_counter(request: pytest.FixtureRequest) -> Iterator[tuple[Counter, TCPProxy]]:
+@pytest.fixture
+def far_counter(server_url: str) -> Iterator[tuple[Counter, TCPProxy]]:
     """One whose Django reaches the database through a proxy."""
-    url = sa.make_url(request.getfixturevalue(f"{request.param}_url"))
+    url = sa.make_url(server_url)
     with TCPProxy(url.port or 0) as proxy:
         far = url.set(host="127.0.0.1", port=proxy.port)
-        with _counter(url.render_as_string(hide_password=False), far) as made:
+        with _counter(server_url, far) as made:
             yield made, proxy
 
 
@@ -229,7 +224,7 @@ def test_the_hooks_of_a_commit_whose_answer_was_lost_are_called(
         counter.write(1)
         transaction.on_commit(lambda: seen.append("first"), using=counter.alias)
         transaction.on_commit(lambda: counter.write(2), using=counter.alias)
-        proxy.filter = lose_answer(b"COMMIT")
+        proxy.filter = lose_answer(COMMIT)
     assert fence.settled
     assert seen == ["first"]
     assert counter.desk.notes() == [1, 2]
@@ -244,15 +239,10 @@ def test_the_hooks_of_a_commit_that_never_arrived_are_not_called(
     counter, proxy = far_counter
     fence = counter.desk.fence()
     seen: list[str] = []
-
-    def cut(sender: str, chunk: bytes, connection: Any) -> Verdict:
-        return Verdict.DROP_AND_CUT if b"COMMIT" in chunk else Verdict.FORWARD
-
     with pytest.raises(DatabaseError), fence.atomic(counter.alias):
         counter.write(1)
         transaction.on_commit(lambda: seen.append("first"), using=counter.alias)
-        proxy.filter = cut
-    proxy.filter = None
+        proxy.filter = cut_before(COMMIT)
     assert not fence.settled
     assert seen == []
     assert counter.desk.notes() == []

@@ -33,17 +33,6 @@ def desks() -> Iterator[Callable[..., Desk]]:
         desk.close()
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("postgresql", marks=pytest.mark.postgresql),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
-    ]
-)
-def server_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty database on a server."""
-    return request.getfixturevalue(f"{request.param}_url")
-
-
 class Behind:
     """A user's engine whose connections go through a proxy."""
 

@@ -29,18 +29,9 @@ def test_nothing_stale_is_committed_on_any_isolation_level(request, database, le
     assert is_sound(database, level, figures, rounds=12), figures
 
 
-@pytest.mark.parametrize(
-    "database",
-    [
-        pytest.param("postgresql", marks=pytest.mark.postgresql),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
-    ],
-)
-def test_takeovers_come_through_while_workers_commit_without_a_pause(request, database):
+def test_takeovers_come_through_while_workers_commit_without_a_pause(server_url):
     """Sharers that starve the one who wants to write would cost a healthy leader its lease."""
-    url = request.getfixturevalue(f"{database}_url")
-
-    figures = load(url, workers=4, seconds=2, first=False)
+    figures = load(server_url, workers=4, seconds=2, first=False)
 
     assert figures.takeovers > 5
     assert figures.commits_per_s > 20

@@ -17,8 +17,7 @@ from celery_lease.guards.sqlalchemy import Guard, guarded
 from celery_lease.stores.base import Raised, Renewal
 from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.leases import SQLLeaseStore
-from tests.integration.test_roles import ticket
-from tests.leases import NAME, expire, grant, lock_fence, opened
+from tests.leases import NAME, expire, grant, lock_fence, opened, ticket
 from tests.races import race
 from tests.services.pgbouncer import PgBouncer
 

@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from celery_lease.errors import NotWritable
-from celery_lease.stores.fences import FenceStore, Ticket
-from tests.leases import NAME, grant, opened
+from celery_lease.stores.fences import FenceStore
+from tests.leases import grant, opened, ticket
 from tests.services import PostgreSQL
 
 pytestmark = pytest.mark.postgresql
@@ -51,10 +51,8 @@ def test_a_worker_settles_again_when_the_database_takes_writes_again(postgresql,
     with opened(postgresql_url) as store:
         term = grant(store)
         store.raise_fence(term)
-        ticket = Ticket(
-            lease=NAME, epoch=term.epoch, term=term.uuid, task_id="a", run="a", execution="x"
-        )
+        task = ticket(term, "a")
         with read_only_sessions(postgresql, postgresql_url), pytest.raises(NotWritable):
-            fences.settle(ticket, "committed")
-        assert fences.settle(ticket, "committed") == "committed"
+            fences.settle(task, "committed")
+        assert fences.settle(task, "committed") == "committed"
     fences.dispose()

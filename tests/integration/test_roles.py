@@ -13,17 +13,16 @@ import sqlalchemy as sa
 
 from celery_lease.errors import NotWritable, StaleEpoch
 from celery_lease.guards.sqlalchemy import Guard, guarded
-from celery_lease.lease import Term
 from celery_lease.occurrence import Run, run_id
 from celery_lease.stores import ddl
 from celery_lease.stores.base import Raised, Renewal
 from celery_lease.stores.dialects import translated
 from celery_lease.stores.entries import EntryState, SQLEntries
-from celery_lease.stores.fences import FenceStore, Ticket
+from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.ledger import SQLLedger
 from celery_lease.stores.retention import prune
-from tests.leases import NAME, expire, grant, opened
+from tests.leases import NAME, expire, grant, opened, ticket
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -104,14 +103,6 @@ def worker(roles: Roles) -> Iterator[FenceStore]:
         yield fences
     finally:
         fences.dispose()
-
-
-def ticket(term: Term, task: str) -> Ticket:
-    """What a task of this term shows."""
-    return Ticket(
-        lease=NAME, epoch=term.epoch, term=term.uuid, task_id=task, run=task,
-        execution=str(uuid.uuid4()),
-    )  # fmt: skip
 
 
 def test_a_beat_can_do_all_that_a_lease_asks_of_it(roles):

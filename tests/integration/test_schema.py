@@ -17,8 +17,7 @@ from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.ledger import SQLLedger
 from celery_lease.stores.retention import prune
 from celery_lease.stores.schema import SCHEMA_VERSION, metadata, schema_table
-from tests.integration.test_roles import ticket
-from tests.leases import NAME, grant, opened
+from tests.leases import NAME, grant, opened, ticket
 from tests.services.base import wait_until
 
 #: So many that a planner prefers an index; the database makes them itself, in seconds.

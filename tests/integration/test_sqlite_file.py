@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from celery_lease.errors import MissingFence, SchemaMismatch
 from celery_lease.stores.base import Renewal
-from celery_lease.stores.fences import FenceStore, Ticket
-from tests.leases import NAME, grant, opened
+from celery_lease.stores.fences import FenceStore
+from tests.leases import grant, opened, ticket
 
 
 def remove(url: str) -> None:
@@ -46,11 +46,9 @@ def test_a_worker_whose_file_was_deleted_finds_no_fence(sqlite_url):
     with opened(sqlite_url) as store:
         term = grant(store)
         store.raise_fence(term)
-        ticket = Ticket(
-            lease=NAME, epoch=term.epoch, term=term.uuid, task_id="a", run="a", execution="x"
-        )
-        assert fences.look(ticket).current
+        task = ticket(term, "a")
+        assert fences.look(task).current
         remove(sqlite_url)
         with pytest.raises(MissingFence):
-            fences.look(ticket)
+            fences.look(task)
     fences.dispose()

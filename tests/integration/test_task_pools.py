@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.redis
 #: How many tasks of each epoch are at work at the same time.
 MANY = 12
 _MARKS = {"postgresql": pytest.mark.postgresql, "mariadb": pytest.mark.mariadb}
-_keys = (f"k{number}" for number in itertools.count())
 
 
 def on(*pools: str) -> pytest.MarkDecorator:
@@ -50,12 +48,6 @@ def floor(
     finally:
         floor.close()
         server.drop_database(url)
-
-
-@pytest.fixture
-def key() -> str:
-    """A name for the task of this test, or for the first part of its name."""
-    return next(_keys)
 
 
 def mingle(floor: Floor, key: str, gate: str, **options: Any) -> Any:

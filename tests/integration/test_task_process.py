@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,6 @@ from tests.services.base import wait_until
 pytestmark = pytest.mark.redis
 
 BACKENDS = ["redis", "db", "file", "rpc"]
-_keys = (f"k{number}" for number in itertools.count())
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -31,12 +29,6 @@ def floor(
         yield floor
     finally:
         floor.close()
-
-
-@pytest.fixture
-def key() -> str:
-    """A name for the task of this test."""
-    return next(_keys)
 
 
 def test_a_hard_time_limit_of_a_current_run_is_settled_by_the_parent(

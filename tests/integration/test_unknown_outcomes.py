@@ -78,18 +78,12 @@ class Line:
         self.engine.dispose()
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("postgresql", marks=pytest.mark.postgresql),
-        pytest.param("mariadb", marks=pytest.mark.mariadb),
-    ]
-)
-def line(request) -> Iterator[Line]:
+@pytest.fixture
+def line(server_url) -> Iterator[Line]:
     """A lease database with a proxy before it."""
-    url = request.getfixturevalue(f"{request.param}_url")
-    with opened(url) as straight, TCPProxy(sa.make_url(url).port) as proxy:
+    with opened(server_url) as straight, TCPProxy(sa.make_url(server_url).port) as proxy:
         target_table.create(straight.engine)
-        made = Line(url, straight, proxy)
+        made = Line(server_url, straight, proxy)
         yield made
         made.close()
 
