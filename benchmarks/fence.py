@@ -16,9 +16,10 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
-from celery import Celery, signals
+from celery import Celery, Task, signals
 from celery.app.trace import build_tracer
 from sqlalchemy.orm import Session, declarative_base, sessionmaker
 
@@ -81,7 +82,7 @@ def fenced(self: FencedTask, pause: float) -> None:
 # --- in the worker ------------------------------------------------------------------------
 
 _began: dict[str, float] = {}
-_took: list[float] = []
+_took: dict[str, list[float]] = {"plain": [], "fenced": []}
 
 
 @signals.task_prerun.connect
@@ -90,8 +91,8 @@ def _note_begin(task_id: str, **_: object) -> None:
 
 
 @signals.task_postrun.connect
-def _note_end(task_id: str, **_: object) -> None:
-    _took.append(time.perf_counter() - _began.pop(task_id))
+def _note_end(task_id: str, task: Task, **_: object) -> None:
+    _took[task.name].append(time.perf_counter() - _began.pop(task_id))
 
 
 @signals.worker_shutdown.connect
@@ -118,9 +119,14 @@ class Bench:
         self._lease.close()
         self._engine.dispose()
 
-    def empty(self, kind: str, n: int, pause: float, *options: str) -> tuple[float, list[float]]:
-        """Return tasks per second, and each one's seconds in a solo worker."""
-        for each in range(n):
+    def empty(self, kinds: list[str], pause: float, *options: str) -> dict[str, Any]:
+        """Have a worker run tasks of these kinds, one after the other.
+
+        Returns:
+            For a solo worker the seconds that each took, by kind; for others the tasks per
+            second, as "rate".
+        """
+        for each, kind in enumerate(kinds):
             if kind == "plain":
                 plain.apply_async((pause,))
             else:
@@ -137,45 +143,43 @@ class Bench:
             ) as worker,
         ):
             try:
-                wait_until(lambda: self._count(kind) >= n, timeout=300, interval=0.2)
+                wait_until(lambda: self._count() >= len(kinds), timeout=300, interval=0.2)
             except TimeoutError:
                 raise SystemExit(f"the worker is stuck:\n{log.read_text()[-3000:]}") from None
             finally:
                 worker.terminate()
         with self._engine.begin() as connection:
             first, last = connection.execute(
-                sa.select(sa.func.min(Row.at), sa.func.max(Row.at)).where(Row.kind == kind)
+                sa.select(sa.func.min(Row.at), sa.func.max(Row.at))
             ).one()
-            if self._count(kind) != n:
-                raise SystemExit(f"{self._count(kind)} rows of {n} {kind} tasks")
+            if self._count() != len(kinds):
+                raise SystemExit(f"{self._count()} rows of {len(kinds)} tasks")
             connection.execute(sa.delete(Row))
-        return n / (last - first).total_seconds(), json.loads(output.read_text())
+        rate = len(kinds) / (last - first).total_seconds()
+        return {"rate": rate, **json.loads(output.read_text())}
 
-    def _count(self, kind: str) -> int:
+    def _count(self) -> int:
         with self._engine.connect() as connection:
-            return connection.scalar(
-                sa.select(sa.func.count()).select_from(Row).where(Row.kind == kind)
-            )
+            return connection.scalar(sa.select(sa.func.count()).select_from(Row))
 
     def added(self, n: int, rounds: int) -> tuple[float, float]:
-        """Return a plain task's median seconds, and what the fence adds to it."""
-        medians: dict[str, list[float]] = {"plain": [], "fenced": []}
-        for _ in range(rounds):
-            for kind, found in medians.items():
-                took = self.empty(kind, n, 0.0, "--pool", "solo")[1]
-                found.append(statistics.median(took[n // 10 :]))
-        alone = statistics.median(medians["plain"])
-        return alone, statistics.median(medians["fenced"]) - alone
+        """Return a plain task's median seconds, and what the fence adds to it.
+
+        The two take turns in one worker: a moment in which the host is slow is slow for both.
+        """
+        took = self.empty(["plain", "fenced"] * n * rounds, 0.0, "--pool", "solo")
+        alone, behind = (statistics.median(took[kind][n // 10 :]) for kind in ("plain", "fenced"))
+        return alone, behind - alone
 
     def throughput(self, n: int, rounds: int) -> float:
         """Return the rate of fenced tasks over that of plain ones."""
         ratios = []
         for _ in range(rounds):
-            rates = {
-                kind: self.empty(kind, n, BODY, "--concurrency", str(PROCESSES))[0]
+            plain_rate, fenced_rate = (
+                self.empty([kind] * n, BODY, "--concurrency", str(PROCESSES))["rate"]
                 for kind in ("plain", "fenced")
-            }
-            ratios.append(rates["fenced"] / rates["plain"])
+            )
+            ratios.append(fenced_rate / plain_rate)
         return statistics.median(ratios)
 
 

@@ -30,7 +30,7 @@ import sqlalchemy as sa
 from celery_lease.errors import StoreContention
 from celery_lease.lease import Term
 from celery_lease.stores.base import Raised
-from celery_lease.stores.dialects import database_of
+from celery_lease.stores.dialects import database_of, within
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table, fence_table
 from tests.leases import NAME, expire, grant, opened
@@ -98,7 +98,7 @@ class Figures:
 def _guard_last(connection: sa.Connection, values: dict[str, Any]) -> Iterator[None]:
     """Work, then pass the guard: the lock lasts one round trip."""
     yield
-    if not database_of(connection.dialect).settle(connection, idle=5.0, **values):
+    if not database_of(connection.dialect).settle(within(connection), idle=5.0, **values):
         raise Stale
 
 
@@ -175,8 +175,7 @@ class Script:
             else:
                 given = tuple(actual.get(each, each) for each in parameters)
             cursor.execute(statement, given)
-        # The guard is the last statement: it returns a 1, or changes a row.
-        passed = cursor.fetchone()[0] if cursor.description else cursor.rowcount
+        passed = cursor.rowcount  # of the last statement, which is the guard
         cursor.close()
         if passed == 1:
             dbapi.commit()

@@ -6,7 +6,7 @@ guarded data live in the same database.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from celery_lease.errors import (
     UnsafeTransaction,
 )
 from celery_lease.settings import positive_duration
-from celery_lease.stores.dialects import database_of
+from celery_lease.stores.dialects import Direct, database_of
 from celery_lease.stores.fences import FenceStore, Ticket, missing_fence, refusal
 
 __all__ = ["guarded"]
@@ -37,45 +37,21 @@ _DIALECTS: dict[str, Dialect] = {
 }
 
 
-class _Connection:
-    """As much of an SQLAlchemy connection as the guard needs."""
-
-    #: No pool: what was set on the connection is given back by :func:`guarded`.
-    engine = None
+class _Connection(Direct):
+    """Django's connection, as the guard sees it."""
 
     def __init__(self, connection: Any) -> None:
-        self.dialect = _DIALECTS[connection.vendor]
-        self.info: dict[str, Any] = {}
+        # No engine, and no pool: what was set on it is given back by :func:`guarded`.
+        super().__init__(_DIALECTS[connection.vendor], None)
+        self.info = {}
         self._connection = connection
-
-    @property
-    def connection(self) -> Any:
-        return self
 
     @property
     def dbapi_connection(self) -> Any:
         return self._connection.connection
 
-    def execute(self, statement: Any, values: Mapping[str, Any] | None = None) -> _Result:
-        compiled = statement.compile(dialect=self.dialect)
-        parameters = compiled.construct_params(dict(values or {}))
-        ordered = [parameters[name] for name in compiled.positiontup or ()]
-        with self._connection.cursor() as cursor:
-            cursor.execute(str(compiled), ordered)
-            rows = cursor.fetchall() if cursor.description else []
-            return _Result(rows, cursor.rowcount)
-
-
-class _Result:
-    def __init__(self, rows: list[Any], rowcount: int) -> None:
-        self._rows = rows
-        self.rowcount = rowcount
-
-    def one(self) -> Any:
-        return self._rows[0]
-
-    def first(self) -> Any:
-        return self._rows[0] if self._rows else None
+    def _cursor(self) -> Any:
+        return self._connection.cursor()
 
 
 @contextmanager
@@ -127,7 +103,7 @@ def guarded(
             transaction.on_commit(answer, using=using)
             if idle is not None:
                 seconds = positive_duration("idle", idle)
-                database.limit_idle(seen, seconds)  # type: ignore[arg-type] # as much as it needs
+                database.limit_idle(seen, seconds)
             yield connection
             _guard(seen, ticket, store, final=final)
             passed = True
@@ -160,10 +136,10 @@ def _guard(seen: _Connection, ticket: Ticket, store: FenceStore, *, final: bool)
     try:
         if final:
             values = ticket.values("committed")
-            passed = database.settle(seen, idle=store.idle, **values)  # type: ignore[arg-type]
+            passed = database.settle(seen, idle=store.idle, **values)
         else:
             passed = database.check(
-                seen,  # type: ignore[arg-type]
+                seen,
                 lease=ticket.lease,
                 epoch=ticket.epoch,
                 term=ticket.term,

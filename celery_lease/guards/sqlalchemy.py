@@ -25,13 +25,17 @@ from celery_lease.errors import (
     UnsafeTransaction,
 )
 from celery_lease.settings import positive_duration
-from celery_lease.stores.dialects import database_of, masked, translated
+from celery_lease.stores.dialects import (
+    SCHEMAS,
+    Direct,
+    database_of,
+    masked,
+    translated,
+    within,
+)
 from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, refusal
 
 __all__ = ["Guard", "guarded", "plain"]
-
-
-_SCHEMAS = "schema_translate_map"
 
 
 class _State(Enum):
@@ -175,8 +179,8 @@ class Guard:
         self.begin()
         error: BaseException | None = None
         try:
-            with translated(connection.engine), self._named(connection):
-                if self._statement(connection):
+            with translated(connection.engine):
+                if self._statement(self._within(connection)):
                     return None
         except SchemaMismatch:
             return missing_fence(self.ticket.lease, masked(connection.engine.url))
@@ -192,29 +196,19 @@ class Guard:
 
     def _reason(self, connection: sa.Connection) -> BaseException | None:
         try:
-            with self._named(connection):
-                return refusal(self.ticket, look(connection, self.ticket))
+            shown = masked(connection.engine.url)
+            return refusal(self.ticket, look(self._within(connection), self.ticket, shown))
         except FencingError as error:
             return error
 
-    @contextmanager
-    def _named(self, connection: sa.Connection) -> Iterator[None]:
-        """Call the lease tables what the lease engine calls them, not the user's."""
-        own = self._store.engine.get_execution_options().get(_SCHEMAS)
-        users = connection.get_execution_options().get(_SCHEMAS)
-        if own == users:
-            yield
-            return
-        connection.execution_options(**{_SCHEMAS: own})
-        try:
-            yield
-        finally:
-            connection.execution_options(**{_SCHEMAS: users})
+    def _within(self, connection: sa.Connection) -> Direct:
+        # The lease tables are called what the lease engine calls them, not the user's.
+        return within(connection, self._store.engine.get_execution_options().get(SCHEMAS))
 
     def _contention(self) -> StoreContention:
         return StoreContention(f"the fence of {self.ticket.lease!r} was moving; try again")
 
-    def _statement(self, connection: sa.Connection) -> bool:
+    def _statement(self, connection: Direct) -> bool:
         database = database_of(connection.dialect)
         if self._final:
             values = self.ticket.values("committed")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -20,7 +20,14 @@ from celery_lease.errors import (
 )
 from celery_lease.lease import Fence
 from celery_lease.occurrence import Occurrence
-from celery_lease.stores.dialects import create_engine, database_of, masked, translated_own
+from celery_lease.stores.dialects import (
+    Direct,
+    create_engine,
+    database_of,
+    direct,
+    masked,
+    translated_own,
+)
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
 
 __all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "refusal"]
@@ -82,7 +89,8 @@ class Standing:
 def _of_lease(table: sa.FromClause, condition: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
     # The call keeps a planner without statistics from taking the index that the lease is
     # first in, and reading all rows of it; the primary key is the one way left.
-    return sa.and_(condition, sa.func.coalesce(table.c.lease, "") == fence_table.c.name)
+    name = sa.func.coalesce(table.c.lease, sa.literal_column("''"))
+    return sa.and_(condition, name == fence_table.c.name)
 
 
 _own = commit_table.alias("own")
@@ -125,16 +133,39 @@ _REFUSE = (
 )
 
 
-def look(connection: sa.Connection, ticket: Ticket) -> Standing:
+class _Row(NamedTuple):
+    """What :data:`_LOOK` reads, in its order."""
+
+    fence_epoch: int
+    fence_term: str
+    lease_epoch: int
+    lease_term: str
+    outcome: str | None
+    execution: str | None
+    entry: str | None
+    due_at: Any
+    attempt: Any
+    fenced: bool | None
+    settled_epoch: int | None
+    settled_term: str | None
+
+
+def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
     """Read, without locking, what there is to know of a ticket.
+
+    Args:
+        connection: To the database that is asked.
+        ticket: What is shown.
+        shown: URL of the database, password masked.
 
     Raises:
         MissingFence: There is no fence for its lease in this database.
     """
     values = {"task_id": ticket.task_id, "run": ticket.run, "lease": ticket.lease}
-    row = connection.execute(_LOOK, values).first()
-    if row is None:
-        raise missing_fence(ticket.lease, masked(connection.engine.url))
+    found = connection.execute(_LOOK, values).first()
+    if found is None:
+        raise missing_fence(ticket.lease, shown)
+    row = _Row(*found)
     settled = row.fence_epoch == row.lease_epoch and row.fence_term == row.lease_term
     return Standing(
         current=settled and (row.fence_epoch, row.fence_term) == (ticket.epoch, ticket.term),
@@ -150,7 +181,9 @@ def look(connection: sa.Connection, ticket: Ticket) -> Standing:
             lease=ticket.lease, entry=row.entry, due_at=row.due_at, attempt=row.attempt
         ),
         fenced=row.fenced,
-        settled_under=None if row.settled_epoch is None else (row.settled_epoch, row.settled_term),
+        settled_under=None
+        if row.settled_epoch is None or row.settled_term is None
+        else (row.settled_epoch, row.settled_term),
     )
 
 
@@ -260,7 +293,7 @@ class FenceStore:
 
         def read() -> Standing:
             with self._statement() as connection:
-                return look(connection, ticket)
+                return look(connection, ticket, self.shown)
 
         try:
             return _twice(read)
@@ -317,15 +350,16 @@ class FenceStore:
         }
 
         def mark() -> bool:
-            with self._statement() as connection:
+            engine = self.engine
+            with translated_own(engine), engine.connect() as connection:
                 return bool(connection.execute(_REFUSE, values).rowcount == 1)
 
         return _twice(mark)
 
     @contextmanager
-    def _statement(self) -> Iterator[sa.Connection]:
+    def _statement(self) -> Iterator[Direct]:
         engine = self.engine
-        with translated_own(engine), engine.connect() as connection:
+        with translated_own(engine), direct(engine) as connection:
             yield connection
 
 

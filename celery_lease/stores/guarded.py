@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from celery_lease.errors import LeaseLost
 from celery_lease.lease import Term
-from celery_lease.stores.dialects import database_of, translated
+from celery_lease.stores.dialects import database_of, translated, within
 
 __all__ = ["guarded"]
 
@@ -31,7 +31,7 @@ def guarded(engine: sa.Engine, term: Term, idle: float) -> Iterator[sa.Connectio
         # Last: nothing of this is visible to anybody yet, and from here on a takeover
         # waits for the transaction to end.
         if not database_of(engine.dialect).check(
-            connection, lease=term.name, epoch=term.epoch, term=term.uuid, idle=idle
+            within(connection), lease=term.name, epoch=term.epoch, term=term.uuid, idle=idle
         ):
             raise LeaseLost(
                 f"epoch {term.epoch} of {term.name!r} is not the current one",

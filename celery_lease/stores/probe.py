@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 import sqlalchemy as sa
 
 from celery_lease.lease import Term
-from celery_lease.stores.dialects import from_now, utcnow
+from celery_lease.stores.dialects import from_now, utcnow, within
 from celery_lease.stores.dialects.base import Weakness
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, term_table
@@ -39,7 +39,7 @@ class Probe(SQLLeaseStore):
         """Do the same, with its COMMIT at the end of the block; yield whether it passed."""
         with self._transaction() as connection:
             yield self.database.settle(
-                connection,
+                within(connection),
                 idle=5.0,
                 task_id=task_id,
                 lease=term.name,

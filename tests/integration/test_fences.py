@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import NoReturn
 
 import pytest
 import sqlalchemy as sa
@@ -174,6 +176,38 @@ def test_a_dead_connection_is_replaced_without_a_ping(
         )
     assert store.look(ticket(lease, "x")).current
     assert store.settle(ticket(lease, "x"), "committed") == "committed"
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_connection_whose_question_was_interrupted_is_not_asked_again(
+    store: FenceStore, lease: HeldLease
+) -> None:
+    """A soft time limit is raised wherever the task is: its answer is still on its way.
+
+    On PostgreSQL, where a reader can be made to wait.
+    """
+
+    class SoftTimeLimit(Exception):
+        """What the signal's handler raises."""
+
+    def ring(*_: object) -> NoReturn:
+        raise SoftTimeLimit
+
+    store.look(ticket(lease, "x"))
+    dropped: list[object] = []
+    sa.event.listen(store.engine, "invalidate", lambda dbapi, *_: dropped.append(dbapi))
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with lease._store.engine.begin() as connection:
+            connection.execute(sa.text("LOCK TABLE celery_lease_fence"))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(SoftTimeLimit):
+                store.look(ticket(lease, "x"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(dropped) == 1
+    assert store.look(ticket(lease, "y")).current
 
 
 def test_each_process_has_an_engine_of_its_own(

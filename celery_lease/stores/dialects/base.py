@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from celery_lease.errors import StoreError
 from celery_lease.stores.dialects.clock import utcnow
+from celery_lease.stores.dialects.direct import Direct
 from celery_lease.stores.schema import commit_table, fence_table, lease_table
 
 __all__ = [
@@ -90,7 +91,7 @@ class Database:
 
     # --- the guard ----------------------------------------------------------------------
 
-    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+    def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Record an outcome if (lease, epoch, term) is current, locking the fence shared.
 
         This is the guard: one statement, the last of its transaction. A takeover
@@ -107,16 +108,14 @@ class Database:
         """
         raise NotImplementedError
 
-    def check(
-        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
-    ) -> bool:
+    def check(self, connection: Direct, *, lease: str, epoch: int, term: str, idle: float) -> bool:
         """Return whether (lease, epoch, term) is current, locking as :meth:`settle` does."""
         raise NotImplementedError
 
     def begin_guarded(self, connection: sa.Connection, statement: str) -> None:
         """Make sure that *statement* of a guarded transaction is in one: drivers may be late."""
 
-    def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
+    def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
         """Have the server end this transaction after so many seconds of silence."""
 
     def give_back(self, dbapi: Any, info: dict[Any, Any]) -> None:
@@ -127,7 +126,7 @@ class Database:
             info: Its ``Connection.info``.
         """
 
-    def autocommits(self, connection: sa.Connection) -> bool:
+    def autocommits(self, connection: sa.Connection | Direct) -> bool:
         """Return whether each statement on this connection commits by itself.
 
         Asked of the driver: the isolation level that a server reports does not tell.

@@ -29,6 +29,7 @@ from celery_lease.stores.dialects.base import (
     is_current,
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.dialects.direct import Direct
 from celery_lease.stores.schema import commit_table, fence_table, metadata
 
 __all__ = ["MySQL"]
@@ -67,7 +68,7 @@ class MySQL(Database):
         COMMIT_COLUMNS, commit_row(fence_table, fence_table).with_for_update(read=True)
     )
     _CHECK = (
-        sa.select(sa.literal(1))
+        sa.select(sa.literal_column("1", sa.Integer).label("one"))
         .select_from(fence_table)
         .where(*is_current(fence_table))
         .with_for_update(read=True)
@@ -153,20 +154,18 @@ class MySQL(Database):
         number = _number(orig)
         return next((kind for kind, numbers in _KINDS.items() if number in numbers), None)
 
-    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+    def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Set the idle limit of this connection, then insert the commit row."""
         self.limit_idle(connection, idle)
-        return bool(connection.execute(self._SETTLE, values).rowcount == 1)
+        return connection.execute(self._SETTLE, values).rowcount == 1
 
-    def check(
-        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
-    ) -> bool:
+    def check(self, connection: Direct, *, lease: str, epoch: int, term: str, idle: float) -> bool:
         """Lock the fence row shared."""
         self.limit_idle(connection, idle)
         values = {"lease": lease, "epoch": epoch, "term": term}
         return connection.execute(self._CHECK, values).first() is not None
 
-    def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
+    def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
         """Set MariaDB's ``idle_transaction_timeout`` until the connection is back in its pool.
 
         MySQL has no such variable, and ``wait_timeout`` would end pooled connections.

@@ -29,6 +29,7 @@ from celery_lease.stores.dialects.base import (
     is_current,
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.dialects.direct import Direct
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, metadata
 
 __all__ = ["PostgreSQL"]
@@ -39,10 +40,10 @@ _SCHEMA_LOCK = 7163915846170451
 _IDLE = "idle_in_transaction_session_timeout"
 
 
-def _with_idle_limit(guard: Any) -> sa.Select[Any]:
-    """Run *guard*, count its rows and set the idle limit, all in one statement."""
-    limit = sa.func.set_config(_IDLE, sa.bindparam("idle"), True)
-    return sa.select(sa.func.count(), limit).select_from(guard.cte("guard"))
+#: Sets the idle limit in the statement that it is a condition of.
+_LIMITED = sa.func.set_config(
+    sa.literal_column(f"'{_IDLE}'"), sa.bindparam("idle", type_=sa.String), sa.true()
+) != sa.literal_column("''")
 
 
 class PostgreSQL(OnConflict):
@@ -52,18 +53,16 @@ class PostgreSQL(OnConflict):
     one_statement_acquire = True
     drivers = ("psycopg", "psycopg2")
 
-    _SETTLE = _with_idle_limit(
-        sa.insert(commit_table)
-        .from_select(
-            COMMIT_COLUMNS,
-            commit_row(BOTH, lease_table, fence_table).with_for_update(read=True, of=fence_table),
-        )
-        .returning(commit_table.c.task_id)
+    _SETTLE = sa.insert(commit_table).from_select(
+        COMMIT_COLUMNS,
+        commit_row(BOTH, lease_table, fence_table)
+        .where(_LIMITED)
+        .with_for_update(read=True, of=fence_table),
     )
-    _CHECK = _with_idle_limit(
-        sa.select(sa.literal(1).label("one"))
+    _CHECK = (
+        sa.select(sa.literal_column("1", sa.Integer).label("one"))
         .select_from(BOTH)
-        .where(*is_current(lease_table, fence_table))
+        .where(*is_current(lease_table, fence_table), _LIMITED)
         .with_for_update(read=True, of=fence_table)
     )
 
@@ -151,24 +150,18 @@ class PostgreSQL(OnConflict):
             return StoreUnavailable
         return None
 
-    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+    def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Insert the commit row, with the idle limit set in the same statement."""
-        return _one(connection, self._SETTLE, {**values, "idle": _ms(idle)})
+        return connection.execute(self._SETTLE, {**values, "idle": _ms(idle)}).rowcount == 1
 
-    def check(
-        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
-    ) -> bool:
+    def check(self, connection: Direct, *, lease: str, epoch: int, term: str, idle: float) -> bool:
         """Lock the fence row shared; the lease row is read only."""
         values = {"lease": lease, "epoch": epoch, "term": term, "idle": _ms(idle)}
-        return _one(connection, self._CHECK, values)
+        return connection.execute(self._CHECK, values).first() is not None
 
-    def limit_idle(self, connection: sa.Connection, seconds: float) -> None:
+    def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
         """Set ``idle_in_transaction_session_timeout`` for this transaction."""
-        connection.execute(sa.select(sa.func.set_config(_IDLE, _ms(seconds), True)))
-
-
-def _one(connection: sa.Connection, guard: sa.Select[Any], values: dict[str, Any]) -> bool:
-    return bool(connection.execute(guard, values).one()[0] == 1)
+        connection.execute(sa.select(_LIMITED), {"idle": _ms(seconds)})
 
 
 def _ms(seconds: float) -> str:

@@ -32,6 +32,7 @@ from celery_lease.stores.dialects.base import (
     is_current,
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
+from celery_lease.stores.dialects.direct import Direct
 from celery_lease.stores.schema import commit_table, fence_table, lease_table
 
 __all__ = ["SQLite"]
@@ -145,16 +146,14 @@ class SQLite(OnConflict):
             return StoreUnavailable
         return None
 
-    def settle(self, connection: sa.Connection, *, idle: float, **values: Any) -> bool:
+    def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Insert the commit row, which takes the write lock."""
-        return bool(connection.execute(self._SETTLE, values).rowcount == 1)
+        return connection.execute(self._SETTLE, values).rowcount == 1
 
-    def check(
-        self, connection: sa.Connection, *, lease: str, epoch: int, term: str, idle: float
-    ) -> bool:
+    def check(self, connection: Direct, *, lease: str, epoch: int, term: str, idle: float) -> bool:
         """Take the write lock and look."""
         values = {"of_lease": lease, "of_epoch": epoch, "of_term": term}
-        return bool(connection.execute(self._CHECK, values).rowcount == 1)
+        return connection.execute(self._CHECK, values).rowcount == 1
 
     def begin_guarded(self, connection: sa.Connection, statement: str) -> None:
         """Send the BEGIN that the driver sends before INSERT, UPDATE and DELETE only.
@@ -167,7 +166,7 @@ class SQLite(OnConflict):
         if not dbapi.in_transaction and _NO_BEGIN.match(statement) is None:
             dbapi.execute("BEGIN").close()
 
-    def autocommits(self, connection: sa.Connection) -> bool:
+    def autocommits(self, connection: sa.Connection | Direct) -> bool:
         """Look for an open transaction: isolation_level None may mean explicit BEGINs."""
         dbapi: Any = connection.connection.dbapi_connection
         if dbapi.in_transaction:

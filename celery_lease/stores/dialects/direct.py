@@ -1,0 +1,205 @@
+"""The few statements that each fenced task pays for, with little around them.
+
+SQLAlchemy takes as long over a statement (its context, the description of its columns, a
+transaction that it begins and ends even where the driver commits by itself) as a database
+nearby does. These are compiled once, and go to the driver as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+__all__ = ["SCHEMAS", "Direct", "Text", "direct", "within"]
+
+#: The execution option that gives tables other schemas.
+SCHEMAS = "schema_translate_map"
+
+
+class Direct:
+    """As much of an SQLAlchemy connection as these statements need.
+
+    Args:
+        dialect: What they are compiled for.
+        engine: Whose connection it is; None if it is not SQLAlchemy's.
+        schemas: The schemas of the lease tables, where they are not the default one.
+    """
+
+    #: What is remembered of the driver's connection.
+    info: dict[Any, Any]
+
+    def __init__(
+        self,
+        dialect: sa.Dialect,
+        engine: sa.Engine | None,
+        schemas: Mapping[Any, Any] | None = None,
+    ) -> None:
+        self.dialect = dialect
+        self.engine = engine
+        self._schemas = tuple(schemas.items()) if schemas else ()
+
+    @property
+    def connection(self) -> Direct:
+        """Itself, which knows the driver's connection."""
+        return self
+
+    @property
+    def dbapi_connection(self) -> Any:
+        """The driver's connection."""
+        raise NotImplementedError
+
+    def execute(self, statement: sa.Executable, values: Mapping[str, Any]) -> Answer:
+        """Run a SELECT of at most one row, or a statement that changes rows."""
+        text = compiled(statement, self.dialect, self._schemas)
+        row, rowcount = self._run(text, text.parameters(values))
+        return Answer(None if row is None else text.read(row), rowcount)
+
+    def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
+        with self._cursor() as cursor:
+            cursor.execute(text.sql, parameters)
+            return cursor.fetchone() if text.returns_row else None, cursor.rowcount
+
+    def _cursor(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+
+class Answer(NamedTuple):
+    """As much of an SQLAlchemy result."""
+
+    #: The row of a SELECT.
+    row: tuple[Any, ...] | None
+    #: How many rows were changed.
+    rowcount: int
+
+    def first(self) -> tuple[Any, ...] | None:
+        """Return the row, if there is one."""
+        return self.row
+
+    def one(self) -> tuple[Any, ...]:
+        """Return the row.
+
+        Raises:
+            NoResultFound: There is none.
+        """
+        if self.row is None:
+            raise sa.exc.NoResultFound("no row was found where one was required")
+        return self.row
+
+
+@contextmanager
+def direct(engine: sa.Engine) -> Iterator[Direct]:
+    """Lend a connection of an engine whose statements each commit by themselves."""
+    pooled = engine.raw_connection()
+    try:
+        yield _Pooled(engine, pooled)
+    finally:
+        pooled.close()
+
+
+def within(connection: sa.Connection, schemas: Mapping[Any, Any] | None = None) -> Direct:
+    """Return a way into the transaction of *connection*, which its events and its log see.
+
+    Args:
+        connection: The user's, or one of our own.
+        schemas: The schemas of the lease tables, where they are not the default one.
+    """
+    return _Within(connection, schemas)
+
+
+class _Pooled(Direct):
+    """The driver's own cursor, on a connection of a pool; its errors are SQLAlchemy's."""
+
+    def __init__(self, engine: sa.Engine, pooled: sa.PoolProxiedConnection) -> None:
+        super().__init__(engine.dialect, engine, engine.get_execution_options().get(SCHEMAS))
+        self.info = pooled.info
+        self._pooled = pooled
+        self._pool_of = engine
+
+    @property
+    def dbapi_connection(self) -> Any:
+        return self._pooled.dbapi_connection
+
+    @contextmanager
+    def _cursor(self) -> Iterator[Any]:
+        dialect, driver = self.dialect, self.dialect.loaded_dbapi
+        try:
+            with closing(self._pooled.cursor()) as cursor:
+                yield cursor
+        except driver.Error as error:
+            gone = dialect.is_disconnect(error, self._pooled, None)
+            if gone:
+                # As SQLAlchemy does: the others of its age will be no better.
+                self._pooled.invalidate(error)
+                self._pool_of.dispose()
+            raise sa.exc.DBAPIError.instance(
+                None, None, error, driver.Error, connection_invalidated=gone, dialect=dialect
+            ) from error
+        except BaseException as interruption:
+            # Between a question and its answer, which the next would take for its own.
+            self._pooled.invalidate(interruption)
+            raise
+
+
+class _Within(Direct):
+    """A transaction of SQLAlchemy's."""
+
+    def __init__(self, connection: sa.Connection, schemas: Mapping[Any, Any] | None) -> None:
+        super().__init__(connection.dialect, connection.engine, schemas)
+        self.info = connection.info
+        self._connection = connection
+
+    @property
+    def dbapi_connection(self) -> Any:
+        return self._connection.connection.dbapi_connection
+
+    def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
+        result = self._connection.exec_driver_sql(text.sql, parameters)
+        return result.first() if text.returns_row else None, result.rowcount
+
+
+class Text(NamedTuple):
+    """A statement as the driver wants it."""
+
+    sql: str
+    #: What the statement itself says of its parameters.
+    defaults: Mapping[str, Any]
+    #: The order of the parameters, where they go by their place.
+    order: Sequence[str] | None
+    #: How to read each column of its row; none where it returns no row.
+    columns: Sequence[Callable[[Any], Any] | None]
+
+    @property
+    def returns_row(self) -> bool:
+        """Whether it is a SELECT."""
+        return bool(self.columns)
+
+    def parameters(self, values: Mapping[str, Any]) -> Any:
+        """Return *values* as the driver wants them."""
+        given = {**self.defaults, **values}
+        return given if self.order is None else tuple([given[each] for each in self.order])
+
+    def read(self, row: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the row with its columns' types."""
+        return tuple(
+            value if convert is None else convert(value)
+            for value, convert in zip(row, self.columns, strict=True)
+        )
+
+
+@lru_cache(maxsize=128)
+def compiled(statement: sa.Executable, dialect: sa.Dialect, schemas: tuple[Any, ...]) -> Text:
+    """Compile a statement, once for each dialect."""
+    wanted: dict[str, Any] = {}
+    if schemas:
+        wanted = {"schema_translate_map": dict(schemas), "render_schema_translate": True}
+    text: Any = statement.compile(dialect=dialect, **wanted)  # type: ignore[attr-defined]
+    columns: list[Any] = []
+    if isinstance(statement, sa.Select):
+        types = [each.type.dialect_impl(dialect) for each in statement.selected_columns]
+        columns = [each.result_processor(dialect, None) for each in types]
+    order = text.positiontup if text.positional else None
+    return Text(str(text), text.params, order, columns)
