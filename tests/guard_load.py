@@ -2,10 +2,12 @@
 Takeovers and renewals under full load: ``python -m tests.guard_load``.
 
 Workers commit guarded writes as fast as they can, with fsync on, while the lease is renewed
-and taken over again and again. Beside it goes a lease that nobody works under: what a takeover
-of that one takes is the load's, what the other takes longer is the guard's. A twin that locks
-the fence first and works under the lock, the obvious design, shows what the order of the
-statements is worth. Writes ``guard-load.json``; exit status 1 if the guard's bars are not met.
+and taken over again and again. The leader's process goes before theirs where they want the same
+core (they are nice): what is measured is its wait for the database, and not for a core of a
+machine that they fill. Beside it goes a lease that nobody works under: what a takeover of that
+one takes is the load's, what the other takes longer is the guard's. A twin that locks the fence
+first and works under the lock, the obvious design, shows what the order of the statements is
+worth. Writes ``guard-load.json``; exit status 1 if the guard's bars are not met.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import signal
 import statistics
 import sys
@@ -40,8 +43,6 @@ from tests.services import MariaDB, PostgreSQL
 PACE = 0.05
 #: What a renewal and a takeover may take at the 99th percentile, in seconds.
 BAR = 0.05
-#: ... or, on a machine that is slower than that by itself, times what those of an idle lease take.
-SLOWER = 2.0
 #: A lease that nobody works under.
 IDLE = "idle"
 
@@ -81,13 +82,7 @@ class Figures:
     @property
     def good(self) -> bool:
         """Whether it meets the bars."""
-        fast = all(
-            mine < max(BAR * 1000, SLOWER * idle)
-            for mine, idle in (
-                (self.takeover_p99, self.idle_takeover_p99),
-                (self.renewal_p99, self.idle_renewal_p99),
-            )
-        )
+        fast = max(self.takeover_p99, self.renewal_p99) < BAR * 1000
         return fast and self.takeovers > 10 and self.out_of_order == 0
 
 
@@ -196,6 +191,7 @@ def _values(task: str, epoch: int, term: str) -> dict[str, Any]:
 
 
 def _work(url: str, first: bool, shared: Shared, committed: Any) -> None:
+    os.nice(19)
     engine = sa.create_engine(url, pool_size=1)
     script = Script(engine, _lock_first if first else _guard_last)
     dbapi = engine.raw_connection()
