@@ -119,14 +119,17 @@ def test_a_takeover_before_its_fence_is_raised_leaves_nobody_current(
 def test_a_refused_run_is_marked_once(
     store: FenceStore, lease: HeldLease, occurrence: Occurrence
 ) -> None:
-    """Still open: the leader has to dispatch it again."""
+    """Still open: the leader has to dispatch it again. No other run is touched."""
+    other = replace(occurrence, entry="hourly")
+    lease.record(other)
     stale = ticket(lease, occurrence.run_id)
     new = lease.depose()
     assert store.refuse(stale)
     assert not store.refuse(stale)
     assert new.run_state(occurrence.run_id) == "refused"
+    assert new.run_state(other.run_id) == "published"
     with new._store.engine.connect() as connection:
-        assert connection.scalar(sa.select(run_table.c.open))
+        assert connection.scalars(sa.select(run_table.c.open)).all() == [True, True]
 
 
 def test_a_run_that_was_claimed_again_is_not_marked_by_its_old_attempt(

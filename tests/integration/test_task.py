@@ -864,6 +864,10 @@ def test_settings_that_by_pass_the_fence_are_found_when_they_are_set_late(
     assert record.getMessage().startswith(f"worker cannot start: {setting}")
 
 
+def _words(statements: list[str]) -> list[str]:
+    return [each.split()[0] for each in statements if "PRAGMA" not in each]
+
+
 def _trace(engine: sa.Engine, seen: list[str]) -> None:
     @sa.event.listens_for(engine, "connect")
     def connected(dbapi: Any, record: Any) -> None:
@@ -883,8 +887,23 @@ def test_statements_are_counted_not_timed(workshop: Workshop) -> None:
         workshop.write(self, "counted")
 
     assert run(write, under=workshop.lease).state == "SUCCESS"
-    assert len([each for each in own if "PRAGMA" not in each]) == 1
-    assert [each.split()[0] for each in users] == ["BEGIN", "INSERT", "INSERT", "COMMIT"]
+    assert _words(own) == ["SELECT"]
+    assert _words(users) == ["BEGIN", "INSERT", "INSERT", "COMMIT"]
+
+
+def test_a_failure_is_settled_once_and_then_believed(workshop: Workshop) -> None:
+    """The backend, which is told of it next, need not ask whether it may be stored."""
+    own: list[str] = []
+    store = fence_store(workshop.app)
+    store.engine.dispose()
+    _trace(store.engine, own)
+
+    @workshop.task(name="fail")
+    def fail(self: FencedTask) -> None:
+        raise RuntimeError("no")
+
+    assert run(fail, under=workshop.lease).state == "FAILURE"
+    assert _words(own) == ["SELECT", "INSERT"]
 
 
 # --- around the body ----------------------------------------------------------------------
