@@ -126,12 +126,11 @@ class SQLLedger:
             limit: At most so many, oldest first.
             own: Whether runs that are claimed under this very term count as left.
         """
-        waiting: sa.ColumnElement[bool] = run_table.c.state.in_(
-            [RunState.CLAIMED, RunState.REFUSED]
-        )
+        claimed = run_table.c.state == RunState.CLAIMED
         if not own:
-            waiting &= sa.not_(sa.and_(run_table.c.state == RunState.CLAIMED, *_under(term)))
-        return self._open_runs(term.name, waiting, limit=limit)
+            claimed &= sa.not_(sa.and_(*_under(term)))
+        refused = run_table.c.state == RunState.REFUSED
+        return self._open_runs(term.name, claimed, refused, limit=limit)
 
     def unsettled(
         self,
@@ -261,20 +260,26 @@ class SQLLedger:
 
     # --- inside -------------------------------------------------------------------------
 
-    def _open_runs(self, lease: str, condition: Any, *, limit: int, offset: int = 0) -> list[Run]:
-        query = (
+    def _open_runs(
+        self, lease: str, *conditions: sa.ColumnElement[bool], limit: int, offset: int = 0
+    ) -> list[Run]:
+        # Each condition is about one state: the index of open runs has those in this order.
+        # For two states at once a planner may read all runs in the order of their age.
+        queries = (
             _OPEN.where(
                 run_table.c.lease == lease,
                 run_table.c.open == sa.true(),
                 commit_table.c.task_id.is_(None),
-                condition,
+                each,
             )
             .order_by(run_table.c.claimed_at)
             .limit(limit)
             .offset(offset)
+            for each in conditions
         )
         with translated(self.engine), self.engine.connect() as connection:
-            return [_run(row) for row in connection.execute(query)]
+            rows = [row for query in queries for row in connection.execute(query)]
+        return [_run(row) for row in sorted(rows, key=lambda row: row.claimed_at)[:limit]]
 
     def _claimed(
         self, connection: sa.Connection, term: Term, runs: Sequence[Run], now: datetime
