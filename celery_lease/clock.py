@@ -1,4 +1,4 @@
-"""The local clock that trust is measured on.
+"""The local clock that trust is measured on, and how long to wait between tries.
 
 Only the database says when a lease expires. A process needs a clock of its own
 for one question, "may I still trust what the database told me?", and that clock
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "rising"]
 
 
 class Clock(Protocol):
@@ -29,3 +29,11 @@ class SystemClock:
     def now(self) -> float:
         """Return seconds since boot, suspended time included where it can be known."""
         return time.monotonic() if self._id is None else time.clock_gettime(self._id)
+
+
+def rising(first: float, times: int, last: float) -> float:
+    """Return *first* seconds, doubled so many *times*, but never more than *last*.
+
+    Something may be tried for days: two to the power of 1024 is no float any more.
+    """
+    return min(first * 2.0 ** min(times, 64), last)

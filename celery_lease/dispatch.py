@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from celery_lease.clock import rising
 from celery_lease.elector import Elector
 from celery_lease.errors import StoreError
 from celery_lease.interrupts import put_off
@@ -219,7 +220,7 @@ class Dispatcher:
         if unsent.lasting:
             self._fail(term, run, unsent.reason)
             return
-        delay = min(BACKOFF[0] * 2**times, PATIENCE)
+        delay = rising(BACKOFF[0], times, PATIENCE)
         self._unmade[run.id] = times + 1, self.elector.clock.now() + delay
         self._postpone(term, [run])
         logger.warning(

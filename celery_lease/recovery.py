@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from celery_lease.clock import rising
 from celery_lease.dispatch import BATCH, Dispatcher, fields
 from celery_lease.entry import PLAIN, Wishes
 from celery_lease.lease import Term
@@ -26,6 +27,8 @@ logger = logging.getLogger("celery_lease.scheduler")
 
 #: An attempt from which on it is worth a warning.
 MANY_ATTEMPTS = 3
+#: How many times longer a lost run is waited for, at most, than its first attempt was.
+PATIENCE = 16
 #: How many batches of unsettled runs one round looks through.
 PAGES = 10
 
@@ -86,8 +89,9 @@ class Recovery:
     def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
         """Send again runs that are lost even though their epoch is the current one.
 
-        Each attempt gets twice the time of the one before: where messages only wait in a
-        long queue, sending them again must not make it longer and longer.
+        Each attempt gets twice the time of the one before, up to :data:`PATIENCE` times the
+        first: where messages only wait in a long queue, sending them again must not make it
+        longer and longer.
 
         Args:
             term: Our term.
@@ -95,7 +99,8 @@ class Recovery:
         """
 
         def allowed(run: Run) -> float:
-            return wishes[run.entry] * 2.0 ** (run.attempt - 1)
+            first = wishes[run.entry]
+            return rising(first, run.attempt - 1, PATIENCE * first)
 
         names = list(wishes)
         for at in range(0, len(names), BATCH):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from celery import Task
 from celery.exceptions import Ignore, Reject
 
+from celery_lease.clock import rising
 from celery_lease.errors import StoreError
 from celery_lease.stamp import Stamp
 from celery_lease.stores.fences import Standing
@@ -37,7 +38,7 @@ def try_later(task: Any, request: Any, error: StoreError) -> NoReturn:
         raise error
     headers = request.headers or {}
     waits = int(headers.get(_WAITS, 0))
-    countdown = min(FIRST_COUNTDOWN * 2**waits, LAST_COUNTDOWN)
+    countdown = rising(FIRST_COUNTDOWN, waits, LAST_COUNTDOWN)
     _publish(task, request, countdown=countdown, headers={**headers, _WAITS: waits + 1})
     logger.warning(
         "Task postponed: %s[%s] is tried again in %g s: %s",

@@ -17,21 +17,23 @@ ENTRIES = 20
 @pytest.mark.timeout(1200)
 def test_no_pause_crash_or_restart_breaks_a_promise(cluster, ledger, duration):
     """Stale never wins, nothing is lost, nothing guarded happens twice."""
+    # Longer than a message waits in its queue, which the long storm fills where it shares a
+    # small machine with others: each round would make the queue longer.
+    patience = 10 if duration < 100 else 30
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")
     cluster.schedule = {
         f"entry-{number}": {
             "every": 5.0 + number % 6,
             "misfire": "all" if number % 5 == 0 else "latest",
-            # A broker that restarts may lose messages, and a killed worker has some. Longer than
-            # the queue ever is, or each round would make it longer.
-            "retry_lost_after": 20,
+            # A broker that restarts may lose messages, and a killed worker has some.
+            "retry_lost_after": 2 * patience,
             "kwargs": {"work": 0.1 * (number % 3), "idle": 5},
         }
         for number in range(ENTRIES)
     }
     cluster.conf = {
-        "beat_lease_redispatch_after": 10,
+        "beat_lease_redispatch_after": patience,
         "beat_lease_max_attempts": 1000,
         "beat_lease_guard_idle": 3,
         # Else a killed process is the task's failure, which is an outcome too.
@@ -47,7 +49,7 @@ def test_no_pause_crash_or_restart_breaks_a_promise(cluster, ledger, duration):
     storm.rage(duration)
     calm_at = ledger.now()
 
-    ledger.assert_accounted(cluster.schedule, before=calm_at, timeout=120)
+    ledger.assert_accounted(cluster.schedule, before=calm_at, timeout=300)
     ledger.assert_sound()
     counts = {
         what: ledger.number(f"SELECT COUNT(*) FROM {source}")
