@@ -25,14 +25,7 @@ from celery_lease.errors import (
     UnsafeTransaction,
 )
 from celery_lease.settings import positive_duration
-from celery_lease.stores.dialects import (
-    SCHEMAS,
-    Direct,
-    database_of,
-    masked,
-    translated,
-    within,
-)
+from celery_lease.stores.dialects import Direct, database_of, masked, translated, within
 from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, refusal
 
 __all__ = ["Guard", "guarded", "plain"]
@@ -203,7 +196,7 @@ class Guard:
 
     def _within(self, connection: sa.Connection) -> Direct:
         # The lease tables are called what the lease engine calls them, not the user's.
-        return within(connection, self._store.engine.get_execution_options().get(SCHEMAS))
+        return within(connection, self._store.engine)
 
     def _contention(self) -> StoreContention:
         return StoreContention(f"the fence of {self.ticket.lease!r} was moving; try again")

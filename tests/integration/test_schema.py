@@ -13,6 +13,7 @@ import sqlalchemy as sa
 import celery_lease
 from celery_lease.lease import Term
 from celery_lease.stores.fences import FenceStore
+from celery_lease.stores.guarded import guarded
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.ledger import SQLLedger
 from celery_lease.stores.retention import prune
@@ -61,6 +62,23 @@ def test_half_made_tables_are_completed(database_url):
 
     with opened(database_url) as store:
         assert grant(store).epoch == 1
+
+
+@pytest.mark.postgresql
+def test_a_leader_finds_the_tables_in_a_schema_of_their_own(postgresql_url):
+    """Where ``beat_lease_engine_options`` says so: its own guard too."""
+    options = {"execution_options": {"schema_translate_map": {None: "own"}}}
+    store = SQLLeaseStore(postgresql_url, options)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE SCHEMA own")
+    store.prepare(create=True)
+    store.ensure(NAME)
+    term = grant(store)
+    store.raise_fence(term)
+
+    with guarded(store.engine, term, 5.0):
+        pass
+    store.dispose()
 
 
 # --- plans --------------------------------------------------------------------------------

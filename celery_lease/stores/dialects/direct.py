@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-__all__ = ["SCHEMAS", "Direct", "Text", "direct", "within"]
-
-#: The execution option that gives tables other schemas.
-SCHEMAS = "schema_translate_map"
+__all__ = ["Direct", "direct", "within"]
 
 
 class Direct:
@@ -26,7 +23,7 @@ class Direct:
     Args:
         dialect: What they are compiled for.
         engine: Whose connection it is; None if it is not SQLAlchemy's.
-        schemas: The schemas of the lease tables, where they are not the default one.
+        named_by: What says which schemas the lease tables are in; None for the default one.
     """
 
     #: What is remembered of the driver's connection.
@@ -36,11 +33,12 @@ class Direct:
         self,
         dialect: sa.Dialect,
         engine: sa.Engine | None,
-        schemas: Mapping[Any, Any] | None = None,
+        named_by: sa.Engine | sa.Connection | None = None,
     ) -> None:
         self.dialect = dialect
         self.engine = engine
-        self._schemas = tuple(schemas.items()) if schemas else ()
+        options = {} if named_by is None else named_by.get_execution_options()
+        self._schemas = tuple((options.get("schema_translate_map") or {}).items())
 
     @property
     def connection(self) -> Direct:
@@ -79,16 +77,6 @@ class Answer(NamedTuple):
         """Return the row, if there is one."""
         return self.row
 
-    def one(self) -> tuple[Any, ...]:
-        """Return the row.
-
-        Raises:
-            NoResultFound: There is none.
-        """
-        if self.row is None:
-            raise sa.exc.NoResultFound("no row was found where one was required")
-        return self.row
-
 
 @contextmanager
 def direct(engine: sa.Engine) -> Iterator[Direct]:
@@ -100,24 +88,26 @@ def direct(engine: sa.Engine) -> Iterator[Direct]:
         pooled.close()
 
 
-def within(connection: sa.Connection, schemas: Mapping[Any, Any] | None = None) -> Direct:
+def within(connection: sa.Connection, named_by: sa.Engine | None = None) -> Direct:
     """Return a way into the transaction of *connection*, which its events and its log see.
 
     Args:
         connection: The user's, or one of our own.
-        schemas: The schemas of the lease tables, where they are not the default one.
+        named_by: The engine that says which schemas the lease tables are in, where that is
+            not the connection's own.
     """
-    return _Within(connection, schemas)
+    return _Within(connection, named_by or connection)
 
 
 class _Pooled(Direct):
     """The driver's own cursor, on a connection of a pool; its errors are SQLAlchemy's."""
 
+    engine: sa.Engine
+
     def __init__(self, engine: sa.Engine, pooled: sa.PoolProxiedConnection) -> None:
-        super().__init__(engine.dialect, engine, engine.get_execution_options().get(SCHEMAS))
+        super().__init__(engine.dialect, engine, engine)
         self.info = pooled.info
         self._pooled = pooled
-        self._pool_of = engine
 
     @property
     def dbapi_connection(self) -> Any:
@@ -134,7 +124,7 @@ class _Pooled(Direct):
             if gone:
                 # As SQLAlchemy does: the others of its age will be no better.
                 self._pooled.invalidate(error)
-                self._pool_of.dispose()
+                self.engine.dispose()
             raise sa.exc.DBAPIError.instance(
                 None, None, error, driver.Error, connection_invalidated=gone, dialect=dialect
             ) from error
@@ -147,8 +137,8 @@ class _Pooled(Direct):
 class _Within(Direct):
     """A transaction of SQLAlchemy's."""
 
-    def __init__(self, connection: sa.Connection, schemas: Mapping[Any, Any] | None) -> None:
-        super().__init__(connection.dialect, connection.engine, schemas)
+    def __init__(self, connection: sa.Connection, named_by: sa.Engine | sa.Connection) -> None:
+        super().__init__(connection.dialect, connection.engine, named_by)
         self.info = connection.info
         self._connection = connection
 
