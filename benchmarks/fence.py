@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 from celery import Celery, Task, signals
@@ -119,12 +118,13 @@ class Bench:
         self._lease.close()
         self._engine.dispose()
 
-    def empty(self, kinds: list[str], pause: float, *options: str) -> dict[str, Any]:
+    def empty(
+        self, kinds: list[str], pause: float, *options: str
+    ) -> tuple[float, dict[str, list[float]]]:
         """Have a worker run tasks of these kinds, one after the other.
 
         Returns:
-            For a solo worker the seconds that each took, by kind; for others the tasks per
-            second, as "rate".
+            Tasks per second, and for each kind the seconds that each took in a solo worker.
         """
         for each, kind in enumerate(kinds):
             if kind == "plain":
@@ -156,7 +156,7 @@ class Bench:
                 raise SystemExit(f"{self._count()} rows of {len(kinds)} tasks")
             connection.execute(sa.delete(Row))
         rate = len(kinds) / (last - first).total_seconds()
-        return {"rate": rate, **json.loads(output.read_text())}
+        return rate, json.loads(output.read_text())
 
     def _count(self) -> int:
         with self._engine.connect() as connection:
@@ -167,7 +167,7 @@ class Bench:
 
         The two take turns in one worker: a moment in which the host is slow is slow for both.
         """
-        took = self.empty(["plain", "fenced"] * n * rounds, 0.0, "--pool", "solo")
+        took = self.empty(["plain", "fenced"] * n * rounds, 0.0, "--pool", "solo")[1]
         alone, behind = (statistics.median(took[kind][n // 10 :]) for kind in ("plain", "fenced"))
         return alone, behind - alone
 
@@ -176,7 +176,7 @@ class Bench:
         ratios = []
         for _ in range(rounds):
             plain_rate, fenced_rate = (
-                self.empty([kind] * n, BODY, "--concurrency", str(PROCESSES))["rate"]
+                self.empty([kind] * n, BODY, "--concurrency", str(PROCESSES))[0]
                 for kind in ("plain", "fenced")
             )
             ratios.append(fenced_rate / plain_rate)

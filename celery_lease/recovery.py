@@ -28,7 +28,7 @@ logger = logging.getLogger("celery_lease.scheduler")
 #: An attempt from which on it is worth a warning.
 MANY_ATTEMPTS = 3
 #: How many times longer a lost run is waited for, at most, than its first attempt was.
-PATIENCE = 16
+LONGEST = 16
 #: How many batches of unsettled runs one round looks through.
 PAGES = 10
 
@@ -89,7 +89,7 @@ class Recovery:
     def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
         """Send again runs that are lost even though their epoch is the current one.
 
-        Each attempt gets twice the time of the one before, up to :data:`PATIENCE` times the
+        Each attempt gets twice the time of the one before, up to :data:`LONGEST` times the
         first: where messages only wait in a long queue, sending them again must not make it
         longer and longer.
 
@@ -100,7 +100,7 @@ class Recovery:
 
         def allowed(run: Run) -> float:
             first = wishes[run.entry]
-            return rising(first, run.attempt - 1, PATIENCE * first)
+            return rising(first, run.attempt - 1, LONGEST * first)
 
         names = list(wishes)
         for at in range(0, len(names), BATCH):

@@ -126,7 +126,7 @@ _REFUSE = (
         run_table.c.id == sa.bindparam("run_id"),
         run_table.c.epoch == sa.bindparam("of_epoch"),
         run_table.c.term == sa.bindparam("of_term"),
-        run_table.c.state.in_(("claimed", "published")),
+        sa.or_(run_table.c.state == "claimed", run_table.c.state == "published"),
         ~sa.exists().where(commit_table.c.task_id == run_table.c.id),
     )
     .values(state="refused", open=True)
@@ -147,7 +147,7 @@ class _Row(NamedTuple):
     attempt: Any
     fenced: bool | None
     settled_epoch: int | None
-    settled_term: str | None
+    settled_term: Any
 
 
 def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
@@ -181,9 +181,7 @@ def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
             lease=ticket.lease, entry=row.entry, due_at=row.due_at, attempt=row.attempt
         ),
         fenced=row.fenced,
-        settled_under=None
-        if row.settled_epoch is None or row.settled_term is None
-        else (row.settled_epoch, row.settled_term),
+        settled_under=None if row.settled_epoch is None else (row.settled_epoch, row.settled_term),
     )
 
 
@@ -350,9 +348,8 @@ class FenceStore:
         }
 
         def mark() -> bool:
-            engine = self.engine
-            with translated_own(engine), engine.connect() as connection:
-                return bool(connection.execute(_REFUSE, values).rowcount == 1)
+            with self._statement() as connection:
+                return connection.execute(_REFUSE, values).rowcount == 1
 
         return _twice(mark)
 

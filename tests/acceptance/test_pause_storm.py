@@ -49,7 +49,9 @@ def test_no_pause_crash_or_restart_breaks_a_promise(cluster, ledger, duration):
     storm.rage(duration)
     calm_at = ledger.now()
 
-    ledger.assert_accounted(cluster.schedule, before=calm_at, timeout=300)
+    ledger.assert_accounted(
+        cluster.schedule, before=calm_at, timeout=120 if duration < 100 else 300
+    )
     ledger.assert_sound()
     counts = {
         what: ledger.number(f"SELECT COUNT(*) FROM {source}")

@@ -868,19 +868,21 @@ def _words(statements: list[str]) -> list[str]:
     return [each.split()[0] for each in statements if "PRAGMA" not in each]
 
 
-def _trace(engine: sa.Engine, seen: list[str]) -> None:
+def _traced(engine: sa.Engine) -> list[str]:
+    """Return a list of all that SQLite is told from now on."""
+    seen: list[str] = []
+
     @sa.event.listens_for(engine, "connect")
     def connected(dbapi: Any, record: Any) -> None:
         dbapi.set_trace_callback(seen.append)
 
+    engine.dispose()  # for connections that are listened to from their start
+    return seen
+
 
 def test_statements_are_counted_not_timed(workshop: Workshop) -> None:
     """One for the admission, and one more than the user's own: all that the database sees."""
-    own: list[str] = []
-    users: list[str] = []
-    for engine, seen in ((fence_store(workshop.app).engine, own), (workshop.engine, users)):
-        engine.dispose()  # for connections that are listened to from their start
-        _trace(engine, seen)
+    own, users = _traced(fence_store(workshop.app).engine), _traced(workshop.engine)
 
     @workshop.task(name="write")
     def write(self: FencedTask) -> None:
@@ -893,10 +895,7 @@ def test_statements_are_counted_not_timed(workshop: Workshop) -> None:
 
 def test_a_failure_is_settled_once_and_then_believed(workshop: Workshop) -> None:
     """The backend, which is told of it next, need not ask whether it may be stored."""
-    own: list[str] = []
-    store = fence_store(workshop.app)
-    store.engine.dispose()
-    _trace(store.engine, own)
+    own = _traced(fence_store(workshop.app).engine)
 
     @workshop.task(name="fail")
     def fail(self: FencedTask) -> None:

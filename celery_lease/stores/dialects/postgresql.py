@@ -66,6 +66,8 @@ class PostgreSQL(OnConflict):
         .with_for_update(read=True, of=fence_table)
     )
 
+    _LIMIT = sa.select(_LIMITED)
+
     def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
         """Keep a silent network from holding a connection for longer than a statement may."""
         seconds = max(2, int(statement_wait))
@@ -161,7 +163,7 @@ class PostgreSQL(OnConflict):
 
     def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
         """Set ``idle_in_transaction_session_timeout`` for this transaction."""
-        connection.execute(sa.select(_LIMITED), {"idle": _ms(seconds)})
+        connection.execute(self._LIMIT, {"idle": _ms(seconds)})
 
 
 def _ms(seconds: float) -> str:
