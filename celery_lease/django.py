@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.db import close_old_connections
 from django_celery_beat.schedulers import DatabaseScheduler
 
 from celery_lease.leading import LeaseMixin
@@ -19,6 +20,12 @@ class LeasedDatabaseScheduler(LeaseMixin, DatabaseScheduler):  # type: ignore[mi
 
     Each send is claimed, and the entry's last run saved, before it goes out.
     """
+
+    def _tick(self, *args: Any, **kwargs: Any) -> float:
+        # django-celery-beat drops a connection that has died only where it looks for
+        # changes, and a load or a round of recovery that fails never comes to that.
+        close_old_connections()
+        return super()._tick(*args, **kwargs)
 
     def unload(self) -> None:
         """Forget rows that were read, and above all those that wait to be written."""

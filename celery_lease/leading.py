@@ -255,9 +255,15 @@ class LeaseMixin(LeasedSends):
 
     def load(self, term: Term) -> None:
         """Set up the schedule as it is now, before the first turn of a term."""
-        if not self._set_up:
+        if self._set_up:
+            return
+        try:
             super().setup_schedule()
-            self._set_up = True
+        except Exception:
+            # A scheduler may take half a set-up for a whole one when it is asked again.
+            self.unload()
+            raise
+        self._set_up = True
 
     def stood_by(self) -> None:
         """Look at who leads instead: another beat was faster."""

@@ -177,3 +177,61 @@ def test_a_run_whose_row_was_deleted_is_skipped(cluster, models):
 
     assert cluster.messages() == []
     assert cluster.runs("state", "reason") == [("skipped", "entry removed")]
+
+
+def kill_connection():
+    """End Django's connection as a restarted database does: Django does not know yet."""
+    from django.db import connection
+
+    connection.ensure_connection()
+    connection.connection.close()
+
+
+def test_a_standby_whose_connection_died_leads_all_the_same(cluster, models):
+    """It lies idle for as long as another leads, and databases end idle connections."""
+    daily(models)
+    beat = beat_of(cluster).go()
+    beat.elector.concede("another beat leads")
+    beat.go(1)
+    models.PeriodicTask.objects.update(last_run_at=START - timedelta(hours=26))
+    kill_connection()
+    cluster.depose()
+
+    beat.go()
+
+    assert [m.headers["stamps"]["lease_epoch"] for m in cluster.messages()] == [1, 2]
+
+
+def test_a_first_read_that_failed_is_made_again(cluster, models):
+    """Whatever it was: django-celery-beat counts it as made before it begins."""
+    daily(models)
+    beat = beat_of(cluster)
+    beat.enabled_models = fail
+    beat.go(1)
+
+    del beat.enabled_models
+    beat.go()
+
+    assert len(cluster.messages()) == 1
+
+
+def fail():
+    """Stand for a database that is busy."""
+    from django.db import OperationalError
+
+    raise OperationalError("database is locked")
+
+
+def test_a_leader_whose_connection_died_recovers_what_was_refused(cluster, models):
+    """Recovery asks Django for the entry, and comes before the turn that would reconnect."""
+    daily(models)
+    beat = beat_of(cluster).go()
+    ((run,),) = cluster.runs("id")
+    cluster.refuse(run)
+    kill_connection()
+    beat.elector.renewals += 1
+
+    beat.go()
+
+    assert [m.headers["id"] for m in cluster.messages()] == [run, run]
+    assert cluster.runs("state", "attempt") == [("published", 2)]
