@@ -275,7 +275,12 @@ class LeaseMixin(LeasedSends):
     def turn(self, term: Term, *args: Any, **kwargs: Any) -> float:
         """Do one turn under *term*; return seconds until the next."""
         self.trouble = None
-        wait = float(super().tick(*args, **kwargs) or 0.0)
+        try:
+            wait = float(super().tick(*args, **kwargs) or 0.0)
+        except Exception:
+            # A stock tick has taken the entry off its heap by then, and would not miss it.
+            self._heap = None
+            raise
         if self.trouble is not None:
             self.unload()
             raise self.trouble

@@ -37,7 +37,14 @@ class Sending:
 
     run: Run
     term: Term
+    #: Whether Celery gave the message to the producer.
+    sent: bool = False
+    #: Why it did not.
     trouble: BaseException | None = None
+
+
+class _Removed(LookupError):
+    """An entry was removed while its run waited: recovery records that it is skipped."""
 
 
 class LeasedSends(LeaseParts):
@@ -106,11 +113,13 @@ class LeasedSends(LeaseParts):
             return self._apply_alone(entry, advance=advance)
         try:
             with self._stamped(entry, sending):
-                return super().apply_async(entry, producer=producer, advance=False, **kwargs)
+                result = super().apply_async(entry, producer=producer, advance=False, **kwargs)
         except Exception as error:  # noqa: BLE001 - told apart by `is_delivery`
             # `apply_entry` would log it and forget it. A SchedulingError hides the cause.
             sending.trouble = error.__cause__ or error.__context__ or error
             return None
+        sending.sent = True
+        return result
 
     def _apply_alone(self, entry: Any, *, advance: bool) -> None:
         try:
@@ -179,22 +188,33 @@ class LeasedSends(LeaseParts):
                 self._send(each, producer)
 
     def _send(self, sending: Sending, producer: Any) -> None:
+        """Send one run. An error that is not the broker's is this run's alone."""
         self._sending = sending
         try:
-            if self._alone is not None:
-                self.apply_async(self._alone, producer=producer, advance=False)
-            else:
-                # Once for each real send: Sentry's cron monitoring hooks in here.
-                self.apply_entry(self.find(sending.run.entry), producer=producer)
+            self._apply(sending.run, producer)
+        except Exception as error:  # noqa: BLE001 - whatever a hook raises
+            if sending.sent:
+                _tell_hook(sending)
+            elif sending.trouble is None:
+                sending.trouble = error
         finally:
             self._sending = None
         trouble = sending.trouble
-        if (
-            trouble is not None
-            and self.publisher.raised(trouble)
-            and self.publisher.is_delivery(trouble)
-        ):
+        if trouble is None:
+            return
+        brokers = self.publisher.raised(trouble) and self.publisher.is_delivery(trouble)
+        if brokers or isinstance(trouble, _Removed):
             raise trouble
+
+    def _apply(self, run: Run, producer: Any) -> None:
+        if self._alone is not None:
+            self.apply_async(self._alone, producer=producer, advance=False)
+            return
+        entry = self.find(run.entry)
+        if entry is None:
+            raise _Removed(f"the entry {run.entry!r} was removed")
+        # Once for each real send: Sentry's cron monitoring hooks in here.
+        self.apply_entry(entry, producer=producer)
 
     @contextmanager
     def _stamped(self, entry: Any, sending: Sending) -> Iterator[None]:
@@ -237,6 +257,19 @@ def tell_known(term: Term, run: Run) -> None:
         run.entry,
         run.due_at.isoformat(),
         extra={"action": "run-known", **fields(term, run)},
+    )
+
+
+def _tell_hook(sending: Sending) -> None:
+    """Say that a hook failed after the send: a run that failed would be sent again."""
+    term, run = sending.term, sending.run
+    logger.exception(
+        "lease %r: %s of %r, due %s, is sent; a hook raised an error after that",
+        term.name,
+        run.id,
+        run.entry,
+        run.due_at.isoformat(),
+        extra={"action": "hook-failed", **fields(term, run)},
     )
 
 

@@ -9,6 +9,7 @@ from celery_lease.errors import StoreUnavailable
 from celery_lease.leading import LeaseMixin
 from celery_lease.scheduler import leased
 from tests.integration.beats import START, Cluster, no_broker
+from tests.services import wait_until
 
 
 @pytest.fixture
@@ -122,6 +123,26 @@ def test_a_broker_that_is_away_costs_a_stock_scheduler_nothing(cluster):
 
     assert len(cluster.messages()) == 1
     assert cluster.runs("state") == [("published",)]
+
+
+def test_an_entry_whose_hook_failed_is_looked_at_again(cluster, monkeypatch):
+    """A stock tick has it off its heap by then; only the end of beat would bring it back."""
+    beat = cluster.beat({"entry": {"schedule": 0.01}}, cls=Stock)
+    original = Scheduler.apply_entry
+    errors = iter([KeyError("tenant")])
+
+    def hooked(*args, **kwargs):
+        for error in errors:
+            raise error
+        original(*args, **kwargs)
+
+    def sent():
+        beat.tick()
+        return cluster.runs("state")
+
+    monkeypatch.setattr(Scheduler, "apply_entry", hooked)
+
+    assert wait_until(sent) == [("published",)]
 
 
 def test_a_deposed_leader_does_not_write_its_state(cluster):

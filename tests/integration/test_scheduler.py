@@ -353,6 +353,73 @@ def test_an_error_of_the_users_own_code_holds_up_its_entry_alone(cluster, caplog
     assert not beat.dispatcher.busy
 
 
+def hook(monkeypatch, before=None, after=None):
+    """Patch Celery's class as Sentry does; each is called with the name of the entry."""
+    original = Scheduler.apply_entry
+
+    def hooked(self, entry, **kwargs):
+        if before is not None:
+            before(entry.name)
+        original(self, entry, **kwargs)
+        if after is not None:
+            after(entry.name)
+
+    monkeypatch.setattr(Scheduler, "apply_entry", hooked)
+
+
+def raising(error, name="m"):
+    """Return what raises an error for one entry."""
+
+    def check(entry):
+        if entry == name:
+            raise error
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(KeyError("tenant"), "failed"), (ConnectionRefusedError("statsd"), "claimed")],
+    ids=["never", "not now"],
+)
+def test_a_hook_that_fails_before_the_send_costs_its_run_alone(cluster, monkeypatch, error, state):
+    """Those before it in the flush went out again and again, those behind it never."""
+    hook(monkeypatch, before=raising(error))
+    beat = cluster.beat({each: {"schedule": 60.0} for each in "amz"})
+    beat.at(seconds=61).go().at(seconds=62).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["a", "z"]
+    assert dict(cluster.runs("entry", "state")) == {"a": "published", "m": state, "z": "published"}
+
+
+def test_a_hook_that_fails_after_the_send_changes_nothing(cluster, monkeypatch, caplog):
+    """The broker has the message: a run that fails or waits would be sent again."""
+    hook(monkeypatch, after=raising(ConnectionRefusedError("statsd")))
+    beat = cluster.beat({each: {"schedule": 60.0} for each in "amz"})
+    beat.at(seconds=61).go().at(seconds=62).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["a", "m", "z"]
+    assert {state for (state,) in cluster.runs("state")} == {"published"}
+    assert "a hook raised an error after that" in caplog.text
+    assert "ConnectionRefusedError: statsd" in caplog.text
+
+
+def test_a_run_that_waits_while_its_entry_is_removed_is_skipped(cluster):
+    """There is nothing to make its message of; that is not the message's fault."""
+    beat = cluster.beat().go()
+    beat.before_flush = no_broker
+    beat.at(seconds=61).tick()
+    del beat.schedule["entry"]
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.at(seconds=62).tick()
+    beat.go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("state", "reason") == [("skipped", "entry removed")]
+
+
 def _says_what_no_database_keeps():
     raise ValueError("a \0 and a \ud800")
 
