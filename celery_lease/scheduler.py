@@ -20,11 +20,9 @@ from celery_lease.errors import CeleryLeaseError, ConfigurationError
 from celery_lease.heap import ScheduleDict
 from celery_lease.leading import LeaseMixin
 from celery_lease.lease import Term
-from celery_lease.occurrence import Occurrence, Skipped
 from celery_lease.parts import logger
 from celery_lease.plan import Batch, Planner
-from celery_lease.sending import tell_known
-from celery_lease.signals import occurrence_skipped
+from celery_lease.sending import tell_known, tell_skipped
 from celery_lease.stores.entries import EntryState, SQLEntries
 
 __all__ = ["LeasedScheduler", "leased"]
@@ -180,7 +178,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             entry.total_run_count += batch.fired.get(name, 0)
             self.agenda.put(name, now)
         for name, skipped in batch.skipped:
-            _tell_skipped(term, name, skipped)
+            tell_skipped(term, name, skipped)
         runs = batch.runs
         if known:
             for run in runs:
@@ -277,28 +275,3 @@ def _gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _tell_skipped(term: Term, name: str, skipped: Skipped) -> None:
-    logger.warning(
-        "lease %r: %s of %r skipped, due %s to %s: %s",
-        term.name,
-        "some" if skipped.count is None else skipped.count,
-        name,
-        skipped.first.isoformat(),
-        skipped.last.isoformat(),
-        skipped.reason,
-        extra={
-            "action": "run-skipped",
-            "lease_name": term.name,
-            "lease_epoch": term.epoch,
-            "lease_entry": name,
-        },
-    )
-    occurrence_skipped.send(
-        sender=term.name,
-        occurrence=Occurrence(lease=term.name, entry=name, due_at=skipped.first),
-        reason=skipped.reason,
-        count=skipped.count,
-        until=skipped.last,
-    )

@@ -21,14 +21,15 @@ from celery_lease.due import due_at, missed
 from celery_lease.entry import PLAIN
 from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
-from celery_lease.occurrence import Run, run_id
+from celery_lease.occurrence import Occurrence, Run, Skipped, run_id
 from celery_lease.parts import LeaseParts, logger
 from celery_lease.publish import Publisher, Unsent, said
 from celery_lease.recovery import Recovery
+from celery_lease.signals import occurrence_skipped
 from celery_lease.stamp import Stamp
 from celery_lease.stores.ledger import SQLLedger
 
-__all__ = ["LeasedSends", "Sending", "tell_known"]
+__all__ = ["LeasedSends", "Sending", "tell_known", "tell_skipped"]
 
 
 @dataclass(slots=True)
@@ -125,25 +126,66 @@ class LeasedSends(LeaseParts):
         try:
             term = self.elector.check()
             run = self._run_of(entry, term)
-            known = self.dispatcher.ledger.claim(term, [run])
-            if advance:
-                self.reserve(entry)
-            # Stored before it is sent: a crash must not send it again under another id.
-            self._do_sync()  # type: ignore[attr-defined] # the stubs forget it
+            claimed = self._claim_alone(term, run)
         except (LeaseLost, StoreError) as error:
             # `apply_entry` would swallow it, though a stock tick has moved the entry on.
             self.trouble = error
             self.schedule[entry.name] = entry
             return
-        if run.id in known:
-            # Another leader, or this one, had it already; recovery sends it if need be.
-            tell_known(term, run)
+        self._move_on(entry, advance=advance)
+        if not claimed:
             return
         self._alone = entry
         try:
             self.dispatcher.send(term, [run])
         finally:
             self._alone = None
+
+    def _claim_alone(self, term: Term, run: Run) -> bool:
+        """Claim a run; record it as skipped where the entry has one that is not sent."""
+        ledger, waiting = self.dispatcher.ledger, self.dispatcher.waiting.get(run.entry, ())
+        if waiting and run.id not in {each.id for each in waiting}:
+            # A broker that was away for a day must not get a day's messages.
+            skipped = Skipped(
+                first=run.due_at, last=run.due_at, count=1, reason="the one before is not sent"
+            )
+            ledger.claim(term, [], skipped=[(run.entry, skipped)])
+            tell_skipped(term, run.entry, skipped)
+            return False
+        if run.id in ledger.claim(term, [run]):
+            # Another leader, or this one, had it already; recovery sends it if need be.
+            tell_known(term, run)
+            return False
+        return True
+
+    def _move_on(self, entry: Any, *, advance: bool) -> None:
+        """Store that the entry ran, before it is sent: a crash must not send it again.
+
+        Where that fails it is sent all the same: what is due again is in the ledger.
+        """
+        try:
+            if advance:
+                self.reserve(entry)
+        except Exception:  # noqa: BLE001 - whatever a scheduler's own store raises
+            self._tell_not_stored()
+        self._do_sync()
+
+    def _do_sync(self) -> None:
+        """Have the scheduler write its state; say so where it cannot, and go on.
+
+        Celery calls it after a send, too, which must not fail for it then.
+        """
+        try:
+            super()._do_sync()  # type: ignore[misc] # the stubs forget it
+        except Exception:  # noqa: BLE001 - whatever a scheduler's own store raises
+            self._tell_not_stored()
+
+    def _tell_not_stored(self) -> None:
+        logger.exception(
+            "lease %r: the scheduler could not store its state; what is due is sent all the same",
+            self.settings.name,
+            extra={"action": "state-not-stored", "lease_name": self.settings.name},
+        )
 
     def _run_of(self, entry: Any, term: Term) -> Run:
         """Return the run for the occurrence that a scheduler found due."""
@@ -257,6 +299,32 @@ def tell_known(term: Term, run: Run) -> None:
         run.entry,
         run.due_at.isoformat(),
         extra={"action": "run-known", **fields(term, run)},
+    )
+
+
+def tell_skipped(term: Term, name: str, skipped: Skipped) -> None:
+    """Tell the log and the signal's receivers that occurrences were recorded as skipped."""
+    logger.warning(
+        "lease %r: %s of %r skipped, due %s to %s: %s",
+        term.name,
+        "some" if skipped.count is None else skipped.count,
+        name,
+        skipped.first.isoformat(),
+        skipped.last.isoformat(),
+        skipped.reason,
+        extra={
+            "action": "run-skipped",
+            "lease_name": term.name,
+            "lease_epoch": term.epoch,
+            "lease_entry": name,
+        },
+    )
+    occurrence_skipped.send(
+        sender=term.name,
+        occurrence=Occurrence(lease=term.name, entry=name, due_at=skipped.first),
+        reason=skipped.reason,
+        count=skipped.count,
+        until=skipped.last,
     )
 
 

@@ -1,5 +1,6 @@
 """Other schedulers under the lease: their storage stays their own, and only one writes it."""
 
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ from celery.beat import PersistentScheduler, Scheduler
 from celery_lease.errors import StoreUnavailable
 from celery_lease.leading import LeaseMixin
 from celery_lease.scheduler import leased
+from celery_lease.signals import occurrence_skipped
 from tests.integration.beats import START, Cluster, no_broker
 from tests.services import wait_until
 
@@ -123,6 +125,94 @@ def test_a_broker_that_is_away_costs_a_stock_scheduler_nothing(cluster):
 
     assert len(cluster.messages()) == 1
     assert cluster.runs("state") == [("published",)]
+
+
+def test_an_entry_with_an_unsent_claim_claims_no_more(cluster):
+    """An outage of a day must not leave a day's messages; what is passed over is on record."""
+    beat = cluster.beat({"entry": {"schedule": timedelta(days=1)}}, cls=Stock).go(1)
+    beat.before_flush = no_broker
+    told = []
+
+    def note(occurrence, reason, **_):
+        told.append((occurrence.run_id, reason))
+
+    occurrence_skipped.connect(note, weak=False)
+    try:
+        for hours in (27, 26, 25):
+            beat.schedule["entry"].last_run_at = START - timedelta(hours=hours)
+            beat._heap = None
+            beat.go(3)
+    finally:
+        occurrence_skipped.disconnect(note)
+    reason = "the one before is not sent"
+    assert cluster.runs("state", "reason") == [
+        ("claimed", None),
+        ("skipped", reason),
+        ("skipped", reason),
+    ]
+    assert told == [(run, reason) for (run,) in cluster.runs("id")[1:]]
+    assert beat.schedule["entry"].total_run_count == 3
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.go(3)
+
+    assert len(cluster.messages()) == 1
+
+
+def test_a_run_that_waits_is_not_taken_for_a_skipped_one(cluster):
+    """A scheduler may ask twice for one occurrence: from older state, or by another clock."""
+    beat = cluster.beat({"entry": {"schedule": timedelta(days=1)}}, cls=Stock).go(1)
+    beat.before_flush = no_broker
+    for _ in range(2):
+        beat.schedule["entry"].last_run_at = START - timedelta(hours=25)
+        beat._heap = None
+        beat.go(3)
+
+    assert cluster.runs("state") == [("claimed",)]
+
+
+DUE = {"entry": {"schedule": timedelta(days=1), "last_run_at": START - timedelta(hours=25)}}
+
+
+@pytest.mark.parametrize("every", [None, 1], ids=["before the send", "after it too"])
+def test_a_state_that_cannot_be_stored_does_not_stop_the_sends(cluster, caplog, every):
+    """The ledger has the run, so it is not sent twice; and a full disk may last."""
+
+    class Storage(Scheduler):
+        full = True
+
+        def sync(self):
+            if self.full:
+                raise OSError(28, "No space left on device")
+
+    cls = type("Led", (Steered, LeaseMixin, Storage), {})
+    beat = cluster.beat(DUE, cls=cls, beat_sync_every=every).go(5)
+    beat.full = False
+
+    assert len(cluster.messages()) == 1
+    assert cluster.runs("state") == [("published",)]
+    assert "could not store its state" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+def test_an_entry_that_cannot_be_moved_on_is_sent_once(cluster, caplog):
+    """RedBeat moves an entry on by writing to Redis, and swallows what that raises."""
+
+    class Storage(Scheduler):
+        def tick(self):
+            with suppress(OSError):
+                self.apply_async(self.schedule["entry"])
+            return 0.0
+
+        def reserve(self, entry):
+            raise OSError("redis is away")
+
+    cluster.beat(DUE, cls=type("Led", (Steered, LeaseMixin, Storage), {})).go(5)
+
+    assert len(cluster.messages()) == 1
+    assert cluster.runs("state") == [("published",)]
+    assert "redis is away" in caplog.text
 
 
 def test_an_entry_whose_hook_failed_is_looked_at_again(cluster, monkeypatch):
