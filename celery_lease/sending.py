@@ -138,6 +138,9 @@ class LeasedSends(LeaseParts):
         self._alone = entry
         try:
             self.dispatcher.send(term, [run])
+        except (LeaseLost, StoreError) as error:
+            # Swallowed too; recovery looks at the claim when the turn is broken off.
+            self.trouble = error
         finally:
             self._alone = None
 

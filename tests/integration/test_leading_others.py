@@ -13,6 +13,9 @@ from celery_lease.signals import occurrence_skipped
 from tests.integration.beats import START, Cluster, no_broker
 from tests.services import wait_until
 
+#: An entry that is due once.
+DUE = {"entry": {"schedule": timedelta(days=1), "last_run_at": START - timedelta(hours=25)}}
+
 
 @pytest.fixture
 def cluster(sqlite_url):
@@ -106,6 +109,22 @@ def test_a_claim_that_failed_is_made_up_for(cluster):
     assert len(cluster.messages()) == 1
 
 
+def test_a_failed_run_that_could_not_be_recorded_is_made_up_for(cluster):
+    """Stock beat swallows that as well; the run would stay claimed until the next term."""
+    due = {"entry": {**DUE["entry"], "args": (object(),)}}
+    beat = cluster.beat(due, cls=Stock)
+    ledger = beat.dispatcher.ledger
+    end = ledger.end
+    ledger.end = lambda *args: fail()
+    beat.go(5)
+    assert cluster.runs("state") == [("claimed",)]
+
+    ledger.end = end
+    beat.go(5)
+
+    assert cluster.runs("state") == [("failed",)]
+
+
 def fail():
     """Stand for a database that went away."""
     raise StoreUnavailable("server closed the connection unexpectedly")
@@ -170,9 +189,6 @@ def test_a_run_that_waits_is_not_taken_for_a_skipped_one(cluster):
         beat.go(3)
 
     assert cluster.runs("state") == [("claimed",)]
-
-
-DUE = {"entry": {"schedule": timedelta(days=1), "last_run_at": START - timedelta(hours=25)}}
 
 
 @pytest.mark.parametrize("every", [None, 1], ids=["before the send", "after it too"])
