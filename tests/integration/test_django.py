@@ -26,6 +26,8 @@ def models():
     from django_celery_beat import models
 
     models.PeriodicTask.objects.all().delete()
+    # Of the first change ever django-celery-beat cannot tell that it is one.
+    models.PeriodicTasks.update_changed()
     return models
 
 
