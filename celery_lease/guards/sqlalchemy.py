@@ -97,7 +97,7 @@ class Guard:
         self._connections.add(connection)
         _guards[connection] = self
         if self._idle is not None:
-            database.limit_idle(connection, self._idle)
+            database.limit_idle(within(connection), self._idle)
 
     def begin(self) -> None:
         """Refuse to begin a transaction once the guard has spoken."""

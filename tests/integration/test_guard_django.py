@@ -289,6 +289,19 @@ def test_a_connection_that_breaks_in_the_body_is_the_bodys_error(
     assert counter.desk.notes() == [3]
 
 
+def test_a_connection_that_broke_before_the_guard_is_an_error_of_djangos(
+    far_counter: tuple[Counter, TCPProxy],
+) -> None:
+    """That is what a task names in ``autoretry_for``."""
+    from django.db import OperationalError
+
+    counter, proxy = far_counter
+    with pytest.raises(OperationalError), counter.desk.fence().atomic(counter.alias):
+        counter.write(1)
+        proxy.cut()
+    assert counter.desk.notes() == []
+
+
 def test_savepoints_inside_are_the_users_own(counter: Counter) -> None:
     """An inner ``atomic`` is a savepoint."""
     from django.db import transaction

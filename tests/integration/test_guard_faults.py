@@ -294,6 +294,31 @@ def test_a_check_without_an_outcome_cannot_tell_whether_its_commit_arrived(
     assert not fence.settled
 
 
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("idle", [None, 30])
+def test_a_connection_that_broke_before_the_guard_is_an_error_of_sqlalchemys(
+    server_url: str,
+    desks: Callable[..., Desk],
+    behind: Callable[[Desk], Behind],
+    final: bool,
+    idle: float | None,
+) -> None:
+    """That is what a task names in ``autoretry_for``; any other ends the run as failed."""
+    desk = desks(server_url)
+    far = behind(desk)
+    fence = desk.fence()
+    with (
+        pytest.raises(sa.exc.OperationalError),
+        fence.transaction(far.engine, final=final, idle=idle) as work,
+    ):
+        write(work, 1)
+        far.proxy.cut()
+    assert not fence.settled
+    with fence.transaction(far.engine) as work:
+        write(work, 2)
+    assert desk.notes() == [2]
+
+
 # --- frozen -------------------------------------------------------------------------------
 
 

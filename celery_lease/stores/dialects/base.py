@@ -115,7 +115,7 @@ class Database:
     def begin_guarded(self, connection: sa.Connection, statement: str) -> None:
         """Make sure that *statement* of a guarded transaction is in one: drivers may be late."""
 
-    def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
+    def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Have the server end this transaction after so many seconds of silence."""
 
     def give_back(self, dbapi: Any, info: dict[Any, Any]) -> None:

@@ -56,6 +56,13 @@ class Direct:
         row, rowcount = self._run(text, text.parameters(values))
         return Answer(None if row is None else text.read(row), rowcount)
 
+    def unseen(self, statement: str) -> Answer:
+        """Run the driver's own SQL, without parameters, which no events and no log see."""
+        with self._cursor() as cursor:
+            cursor.execute(statement)
+            row = None if cursor.description is None else cursor.fetchone()
+            return Answer(row, cursor.rowcount)
+
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
         with self._cursor() as cursor:
             cursor.execute(text.sql, parameters)
@@ -69,11 +76,11 @@ class Answer(NamedTuple):
     """As much of an SQLAlchemy result."""
 
     #: The row of a SELECT.
-    row: tuple[Any, ...] | None
+    row: Sequence[Any] | None
     #: How many rows were changed.
     rowcount: int
 
-    def first(self) -> tuple[Any, ...] | None:
+    def first(self) -> Sequence[Any] | None:
         """Return the row, if there is one."""
         return self.row
 
@@ -115,19 +122,17 @@ class _Pooled(Direct):
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
-        dialect, driver = self.dialect, self.dialect.loaded_dbapi
+        driver = self.dialect.loaded_dbapi
         try:
             with closing(self._pooled.cursor()) as cursor:
                 yield cursor
         except driver.Error as error:
-            gone = dialect.is_disconnect(error, self._pooled, None)
+            gone = self.dialect.is_disconnect(error, self._pooled, None)
             if gone:
                 # As SQLAlchemy does: the others of its age will be no better.
                 self._pooled.invalidate(error)
                 self.engine.dispose()
-            raise sa.exc.DBAPIError.instance(
-                None, None, error, driver.Error, connection_invalidated=gone, dialect=dialect
-            ) from error
+            raise _sqlalchemys(self.dialect, error, gone) from error
         except BaseException as interruption:
             # Between a question and its answer, which the next would take for its own.
             self._pooled.invalidate(interruption)
@@ -146,9 +151,32 @@ class _Within(Direct):
     def dbapi_connection(self) -> Any:
         return self._connection.connection.dbapi_connection
 
+    @contextmanager
+    def _cursor(self) -> Iterator[Any]:
+        try:
+            with closing(self._connection.connection.cursor()) as cursor:
+                yield cursor
+        except self.dialect.loaded_dbapi.Error as error:
+            gone = self.dialect.is_disconnect(error, self._connection.connection, None)
+            if gone:
+                self._connection.invalidate(error)
+            raise _sqlalchemys(self.dialect, error, gone) from error
+
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
         result = self._connection.exec_driver_sql(text.sql, parameters)
         return result.first() if text.returns_row else None, result.rowcount
+
+
+def _sqlalchemys(dialect: sa.Dialect, error: Exception, gone: bool) -> BaseException:
+    """Return a driver's error as SQLAlchemy has it: it is what tasks and we ourselves catch."""
+    return sa.exc.DBAPIError.instance(
+        None,
+        None,
+        error,
+        dialect.loaded_dbapi.Error,
+        connection_invalidated=gone,
+        dialect=dialect,
+    )
 
 
 class Text(NamedTuple):

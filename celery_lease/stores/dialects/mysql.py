@@ -91,7 +91,13 @@ class MySQL(Database):
     def connected(self, dbapi: Any, lock_wait: float, statement_wait: float) -> None:
         """Cap the waits: the default lock wait is 50 seconds, longer than any ttl."""
         _execute(dbapi, f"SET SESSION innodb_lock_wait_timeout = {max(1, int(lock_wait))}")
-        _idle_transaction_timeout(dbapi, max(1, round(2 * statement_wait)))
+        limit = _SET.format(seconds=max(1, round(2 * statement_wait)))
+        try:
+            # A comment that MariaDB alone executes; MySQL has no such variable.
+            _execute(dbapi, f"/*M!100300 {limit} */")
+        except Exception as error:  # MySQL answers an empty query with 1065
+            if _number(error) != 1065:
+                raise
         # Of statements that commit by themselves too: of those SQLAlchemy says nothing.
         _execute(dbapi, f"SET SESSION TRANSACTION ISOLATION LEVEL {_LEVEL}")
 
@@ -165,7 +171,7 @@ class MySQL(Database):
         values = {"lease": lease, "epoch": epoch, "term": term}
         return connection.execute(self._CHECK, values).first() is not None
 
-    def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
+    def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Set MariaDB's ``idle_transaction_timeout`` until the connection is back in its pool.
 
         MySQL has no such variable, and ``wait_timeout`` would end pooled connections.
@@ -174,22 +180,22 @@ class MySQL(Database):
         info = connection.info
         if info.get(_LIMIT) == seconds or self.autocommits(connection):
             return
-        dbapi = connection.connection.dbapi_connection
         if _BEFORE not in info:
-            info[_BEFORE] = _read_idle_transaction_timeout(dbapi)
+            row = connection.unseen(_READ).row
+            info[_BEFORE] = None if row is None else int(row[1])
         if info[_BEFORE] is None:
             return
         # Django's connections have no pool; they are given back by its guard.
         pool = getattr(connection.engine, "pool", None)
         if pool is not None and not sa.event.contains(pool, "checkin", self._checked_in):
             sa.event.listen(pool, "checkin", self._checked_in)
-        _idle_transaction_timeout(dbapi, max(1, round(seconds)))
+        connection.unseen(_SET.format(seconds=max(1, round(seconds))))
         info[_LIMIT] = seconds
 
     def give_back(self, dbapi: Any, info: dict[Any, Any]) -> None:
         """Undo the limit: what the user does next on this connection may take its time."""
         if info.pop(_LIMIT, None) is not None:
-            _idle_transaction_timeout(dbapi, info[_BEFORE])
+            _execute(dbapi, _SET.format(seconds=info[_BEFORE]))
 
     def _checked_in(self, dbapi: Any, record: Any) -> None:
         if dbapi is not None:
@@ -198,21 +204,13 @@ class MySQL(Database):
 
 #: Keys of ``Connection.info``: the limit that is set, and the one that was there before.
 _LIMIT, _BEFORE = "celery_lease_idle", "celery_lease_idle_before"
+_READ = "SHOW SESSION VARIABLES LIKE 'idle_transaction_timeout'"
+_SET = "SET SESSION idle_transaction_timeout = {seconds}"
 
 
 def _number(error: BaseException) -> Any:
     """Return the error number. A user's own engine may have any driver, and some have errno."""
     return getattr(error, "errno", None) or (error.args[0] if error.args else None)
-
-
-def _read_idle_transaction_timeout(dbapi: Any) -> int | None:
-    cursor = dbapi.cursor()
-    try:
-        cursor.execute("SHOW SESSION VARIABLES LIKE 'idle_transaction_timeout'")
-        row = cursor.fetchone()
-    finally:
-        cursor.close()
-    return None if row is None else int(row[1])
 
 
 def _execute(dbapi: Any, statement: str) -> None:
@@ -221,15 +219,6 @@ def _execute(dbapi: Any, statement: str) -> None:
         cursor.execute(statement)
     finally:
         cursor.close()
-
-
-def _idle_transaction_timeout(dbapi: Any, seconds: int) -> None:
-    try:
-        # A comment that MariaDB alone executes; MySQL has no such variable.
-        _execute(dbapi, f"/*M!100300 SET SESSION idle_transaction_timeout = {seconds} */")
-    except Exception as error:  # MySQL answers an empty query with 1065
-        if _number(error) != 1065:
-            raise
 
 
 @compiles(utcnow, *_NAMES)

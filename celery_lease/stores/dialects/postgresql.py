@@ -161,7 +161,7 @@ class PostgreSQL(OnConflict):
         values = {"lease": lease, "epoch": epoch, "term": term, "idle": _ms(idle)}
         return connection.execute(self._CHECK, values).first() is not None
 
-    def limit_idle(self, connection: sa.Connection | Direct, seconds: float) -> None:
+    def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Set ``idle_in_transaction_session_timeout`` for this transaction."""
         connection.execute(self._LIMIT, {"idle": _ms(seconds)})
 
