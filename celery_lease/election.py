@@ -118,7 +118,8 @@ class LeaderElection:
         stall_timeout: Seconds without :meth:`Leadership.check` after which renewing
             stops, so that a hung body does not keep the lease; None for never.
         on_started_leading: Called with the leadership when this process leads.
-        on_stopped_leading: Called when it does not any more, perhaps on another thread.
+        on_stopped_leading: Called when it does not any more, perhaps on another thread, and
+            late where the database hangs: :attr:`Leadership.trusted` ends on time.
         engine_options: Options for ``sqlalchemy.create_engine``.
         create: Whether missing tables are made.
 
@@ -174,7 +175,7 @@ class LeaderElection:
             NotWritable: The database is a replica or read-only.
         """
         settings = self.settings
-        store = SQLLeaseStore(settings.url, self._options)
+        store = SQLLeaseStore.of(settings)
         fences = FenceStore(settings.url, self._options, idle=settings.guard_idle)
         stopped = _Once(self._on_stopped)
         elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)

@@ -42,13 +42,7 @@ class LeaseParts(_Scheduler):
     @cached_property
     def store(self) -> SQLLeaseStore:
         """The lease database."""
-        window = self.settings.ttl - self.settings.margin
-        return SQLLeaseStore(
-            self.settings.url,
-            self.settings.engine_options,
-            lock_wait=min(1.0, window / 4),
-            statement_wait=max(1.0, min(10.0, window / 2)),
-        )
+        return SQLLeaseStore.of(self.settings)
 
     @cached_property
     def elector(self) -> Elector:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from celery_lease.errors import NotWritable, SchemaMismatch, StoreUnavailable
 from celery_lease.lease import Fence, Holder, Lease, Term
+from celery_lease.settings import Settings
 from celery_lease.stores.base import Raised, Renewal
 from celery_lease.stores.dialects import from_now, utcnow
 from celery_lease.stores.repair import Repair
@@ -28,6 +29,21 @@ __all__ = ["SQLLeaseStore"]
 
 class SQLLeaseStore(Repair):
     """A :class:`~celery_lease.stores.base.LeaseStore` over SQLAlchemy Core."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> SQLLeaseStore:
+        """Return the store of a candidate, whose waits end far before its ttl does.
+
+        Raises:
+            ConfigurationError: The URL, its driver or the options cannot be used.
+        """
+        window = settings.ttl - settings.margin
+        return cls(
+            settings.url,
+            settings.engine_options,
+            lock_wait=min(1.0, window / 4),
+            statement_wait=max(1.0, min(10.0, window / 2)),
+        )
 
     # --- schema -------------------------------------------------------------------------
 

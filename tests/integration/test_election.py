@@ -122,6 +122,17 @@ def test_a_target_in_another_database_is_refused(database_url, tmp_path):
     other.dispose()
 
 
+@pytest.mark.postgresql
+def test_a_wait_for_the_database_ends_before_the_lease_does(postgresql_url):
+    """A renewal that hangs leaves time for another one, however short the lease is."""
+    election = LeaderElection(postgresql_url, "janitor", ttl=4)
+    with election.lead(timeout=10) as leadership:
+        engine = leadership._elector.store.engine
+        with engine.connect() as connection:
+            limit = connection.scalar(sa.text("SELECT current_setting('statement_timeout')"))
+    assert limit == "1800ms"
+
+
 def test_impossible_durations_are_refused_at_once(database_url):
     """Nobody should find out at three in the morning."""
     with pytest.raises(ConfigurationError, match="renew_interval"):
