@@ -15,7 +15,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from celery import Celery, states
+from celery.app.task import Context
 from celery.backends.rpc import RPCBackend
+from celery.exceptions import TimeLimitExceeded
 
 from celery_lease.errors import (
     AlreadySettled,
@@ -30,7 +32,15 @@ from celery_lease.signals import refuse
 from celery_lease.stamp import Stamp, current_stamp, lend
 from celery_lease.stores.fences import FenceStore, Ticket, refusal
 
-__all__ = ["GuardedBackend", "fence_store", "mark_refused", "ticket_of", "took_in", "vouch"]
+__all__ = [
+    "GuardedBackend",
+    "fence_store",
+    "mark_refused",
+    "ticket_of",
+    "took_in",
+    "vouch",
+    "without_run",
+]
 
 logger = logging.getLogger("celery_lease.task")
 
@@ -83,6 +93,18 @@ def took_in(request: Any, ticket: Ticket) -> None:
 def vouch(request: Any) -> None:
     """Let the result of this request pass: its outcome is on record."""
     _vouched.add(request)
+
+
+def without_run(request: Any, stamp: Stamp) -> Any:
+    """Return a child's request whose failure does not end the run as well.
+
+    After ``replace(chain(…))`` the chain's last step has the run's id, which another
+    attempt ends.
+    """
+    if not _ends_run(request, stamp):
+        return request
+    others = [each for each in request.chain if stamp.run not in _ids(each)]
+    return Context(vars(request), chain=others)
 
 
 class GuardedBackend:
@@ -149,20 +171,31 @@ class GuardedBackend:
         state: str = states.FAILURE,
     ) -> Any:
         """Settle as failed, then store FAILURE, fail the chain and call the errbacks."""
+        if isinstance(exc, TimeLimitExceeded) and self._goes_back():
+            return None
         return self._end(
             request,
             "failed",
-            lambda errbacks: self.real.mark_as_failure(
+            lambda ended, errbacks: self.real.mark_as_failure(
                 task_id,
                 exc,
                 traceback=traceback,
-                request=request,
+                request=ended,
                 store_result=store_result,
                 call_errbacks=call_errbacks and errbacks,
                 state=state,
             ),
             exc,
         )
+
+    def fail_from_current_stack(self, task_id: str, exc: Any = None) -> Any:
+        """Fail the body of a chord; settle first where its id is the run's."""
+        stamp = current_stamp()
+        if stamp is not None and stamp.run == task_id:
+            body = Context(id=task_id)
+            if self._settle(body, stamp, "failed", task_id=task_id) is not None:
+                return None
+        return self.real.fail_from_current_stack(task_id, exc=exc)
 
     def mark_as_revoked(
         self, task_id: str, reason: str = "", request: Any = None, *args: Any, **kwargs: Any
@@ -171,7 +204,7 @@ class GuardedBackend:
         return self._end(
             request,
             "expired" if reason == "expired" else "revoked",
-            lambda _: self.real.mark_as_revoked(task_id, reason, request, *args, **kwargs),
+            lambda ended, _: self.real.mark_as_revoked(task_id, reason, ended, *args, **kwargs),
         )
 
     def _may_report(self, task_id: str, request: Any) -> bool:
@@ -195,38 +228,48 @@ class GuardedBackend:
         self,
         request: Any,
         outcome: str,
-        store: Callable[[bool], Any],
+        store: Callable[[Any, bool], Any],
         raised: BaseException | None = None,
     ) -> Any:
         """Store a terminal state whose outcome is on record, now or before."""
         stamp = None if request is None else _stamp_of(request)
         if stamp is None:
-            return store(True)
+            return store(request, True)
         with _lent_to_parent(stamp):
-            if request in _vouched:
-                return store(True)
-            refused = self._settle(request, stamp, outcome, raised)
-            if refused is None:
-                return store(True)
-            # The id of a child belongs to one attempt: its chord and chain wait for an end.
-            if isinstance(refused, (StaleEpoch, MissingFence)) and request.id != stamp.run:
-                return store(False)
-            return None
+            if request not in _vouched:
+                refused = self._settle(request, stamp, outcome, task_id=request.id, raised=raised)
+                if refused is not None:
+                    # The id of a child belongs to one attempt: chord and chain wait for an end.
+                    child = request.id != stamp.run
+                    if child and isinstance(refused, (StaleEpoch, MissingFence)):
+                        return store(without_run(request, stamp), False)
+                    return None
+            if outcome == "failed" and _ends_run(request, stamp):
+                refused = self._settle(request, stamp, outcome, task_id=stamp.run)
+                if refused is not None:
+                    request = without_run(request, stamp)
+            return store(request, True)
 
     def _settle(
-        self, request: Any, stamp: Stamp, outcome: str, raised: BaseException | None
+        self,
+        request: Any,
+        stamp: Stamp,
+        outcome: str,
+        *,
+        task_id: str,
+        raised: BaseException | None = None,
     ) -> CeleryLeaseError | None:
-        """Record *outcome*; return why it could not be."""
+        """Record *outcome* of a task; return why it could not be."""
         if isinstance(raised, MissingFence) and request not in _shown:
             # Never admitted. Where the lease's table alone is away, as in the middle of a
             # migration, settling would still find the fence, and nobody would run it again.
             return self._withhold(request, outcome, raised)
-        ticket = ticket_of(stamp, request.id)
+        ticket = ticket_of(stamp, task_id)
         try:
             fences = fence_store(self._task.app)
             fences.settle(ticket, outcome)
         except (StaleEpoch, AlreadySettled) as error:
-            if isinstance(error, AlreadySettled) and not self._has_result(request.id):
+            if isinstance(error, AlreadySettled) and not self._has_result(task_id):
                 # The process died between its commit and its result.
                 return None
             if isinstance(error, StaleEpoch):
@@ -237,6 +280,12 @@ class GuardedBackend:
             return self._withhold(request, outcome, error)
         vouch(request)
         return None
+
+    def _goes_back(self) -> bool:
+        """Return whether a message that ran into its hard time limit is delivered again."""
+        task = self._task
+        acknowledged = getattr(task, "acks_on_timeout", task.acks_on_failure_or_timeout)
+        return bool(task.acks_late and not acknowledged)
 
     def _withhold(self, request: Any, outcome: str, error: CeleryLeaseError) -> CeleryLeaseError:
         logger.error(
@@ -280,6 +329,18 @@ def _stamp_of(request: Any) -> Stamp | None:
         return Stamp.of(request)
     except MissingEpoch:
         return None  # Refused at its start, with that error.
+
+
+def _ends_run(request: Any, stamp: Stamp) -> bool:
+    """Return whether what fails with this child has the run's id."""
+    chain = request.chain or ()
+    return request.id != stamp.run and any(stamp.run in _ids(each) for each in chain)
+
+
+def _ids(step: Any) -> set[Any]:
+    """Return the ids that fail with a step of a chain: its own, and its body's of a chord."""
+    body = (step.get("kwargs") or {}).get("body") if step.get("subtask_type") == "chord" else None
+    return {each["options"].get("task_id") for each in (step, body) if each}
 
 
 def _lent_to_parent(stamp: Stamp) -> AbstractContextManager[None]:

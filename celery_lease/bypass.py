@@ -5,11 +5,12 @@ Settings may still change after that, so a worker looks at them again when it st
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 from weakref import WeakSet
 
-from celery import Celery, signals
+from celery import Celery, Task, signals
 
 from celery_lease.errors import ConfigurationError
 
@@ -32,7 +33,8 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
     Raises:
         ConfigurationError: It would; the message says what to change.
     """
-    for each in cls.__mro__[: cls.__mro__.index(base)]:
+    place = cls.__mro__.index(base)
+    for each in cls.__mro__[:place]:
         if "backend" in vars(each):
             raise ConfigurationError(
                 f"{cls.name}: a backend of its own would store what stale attempts report; "
@@ -40,10 +42,17 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
                 setting="backend",
             )
         call = vars(each).get("__call__")
-        if call is not None and not _calls_super(call):
+        if call is not None and not _reaches(call, base):
             raise ConfigurationError(
                 f"{cls.name}: {each.__name__}.__call__ by-passes the fence; have it call "
                 f"super().__call__(*args, **kwargs)",
+                setting="__call__",
+            )
+    for each in cls.__mro__[place + 1 :]:
+        if "__call__" in vars(each) and each is not Task:
+            raise ConfigurationError(
+                f"{cls.name}: {each.__name__}.__call__ would not be called, as "
+                f"{base.__name__} runs the body; name {base.__name__} last among the bases",
                 setting="__call__",
             )
     _refuse_settings(app)
@@ -78,11 +87,20 @@ def _refuse_settings(app: Celery) -> None:
         )
 
 
-def _calls_super(function: Any) -> bool:
-    """Return whether the code, or what it wraps, names a ``__call__`` to go on with."""
+def _reaches(function: Any, base: type[Any]) -> bool:
+    """Return whether the code, or what it wraps, goes on with the ``__call__`` of *base*.
+
+    By ``super()``, or by a class that it names: another base would be called past it.
+    """
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is not None and "__call__" in code.co_names:
-            return True
+            names = inspect.getclosurevars(function)
+            found = [*names.nonlocals.values(), *names.globals.values()]
+            return (
+                "super" in names.builtins
+                or base.__name__ in names.unbound
+                or any(isinstance(each, type) and issubclass(each, base) for each in found)
+            )
         function = getattr(function, "__wrapped__", None)
     return False

@@ -17,7 +17,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from celery import Celery, Task
+from celery.app import trace as celery_trace
 from celery.exceptions import Ignore, Reject, Retry
+from kombu.exceptions import OperationalError
 
 from celery_lease.backend import (
     GuardedBackend,
@@ -26,6 +28,7 @@ from celery_lease.backend import (
     ticket_of,
     took_in,
     vouch,
+    without_run,
 )
 from celery_lease.bypass import refuse_bypass
 from celery_lease.errors import (
@@ -249,6 +252,8 @@ class FencedTask(_Task):
         else:
             outcome = _outcome(fence, error)
             if outcome is None:
+                if error is None:
+                    self._let_pass(fence, request, stamp)
                 return
             try:
                 self._patiently(lambda: fence.settle(outcome))
@@ -258,6 +263,20 @@ class FencedTask(_Task):
             except _AWAY as away:
                 try_later(self, request, away)
         vouch(request)
+
+    def _let_pass(self, fence: TaskFence, request: Any, stamp: Stamp) -> None:
+        """Let a result be stored, though the id goes on: ``retry(throw=False)`` and a return.
+
+        Raises:
+            Ignore: It is stale, or the database does not answer.
+        """
+        try:
+            self._patiently(fence.check)
+        except (StaleEpoch, AlreadySettled) as refused:
+            self._turn_away(request, stamp, fence.ticket, refused, "settle")
+        except _AWAY as error:
+            # Not to be tried later: the next attempt is on its way already.
+            raise Ignore(str(error)) from error
 
     def _patiently(self, verb: Callable[[], T]) -> T:
         """Wait a little for a lease database that is away."""
@@ -283,12 +302,12 @@ class FencedTask(_Task):
             elif not self._carry_on(request, stamp, ticket):
                 refuse(self, request, stamp.epoch, error, stage)
                 # A child's id belongs to one attempt: chord, chain and get() wait for an end.
-                ignored = request.ignore_result or self.ignore_result
                 self.backend.real.mark_as_failure(
                     request.id,
                     error,
-                    request=request,
-                    store_result=not ignored or self.store_errors_even_if_ignored,
+                    request=without_run(request, stamp),
+                    store_result=not _ignores_result(self, request)
+                    or self.store_errors_even_if_ignored,
                     call_errbacks=False,
                 )
         else:
@@ -331,12 +350,55 @@ class FencedTask(_Task):
         self._hand_on(request, "retry()")
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
 
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Retry as Celery does; without a message, the outcome is this attempt's."""
+        with self._handing_on():
+            try:
+                return super().retry(*args, **kwargs)
+            except Reject as error:
+                raise self._unsent(error) from error
+
+    def _unsent(self, error: Reject) -> Reject:
+        """Return what becomes of a retry that Celery gives up for lost.
+
+        That the broker was away is no outcome: the message goes back to its queue, or
+        the leader dispatches the run again.
+        """
+        fence = self._own_fence(self.request)
+        reason = getattr(error, "reason", None)
+        if fence is None or not isinstance(reason, OperationalError):
+            return error
+        if not self.acks_late:
+            if fence.ticket.task_id != fence.ticket.run:
+                return error
+            mark_refused(fence_store(self.app), fence.ticket)
+        return Reject(reason, requeue=True)
+
     def on_replace(self, sig: Any) -> Any:
         """Settle here what the replacement will not settle.
 
         Raises:
             UnsafeTransaction: This worker does not know which of the two it is.
         """
+        with self._handing_on():
+            self._settle_for(sig)
+            return super().on_replace(sig)
+
+    @contextmanager
+    def _handing_on(self) -> Iterator[None]:
+        """Take back that the id goes on where no message went out: too many retries, say."""
+        fence = self._own_fence(self.request)
+        before = fence is not None and fence.handed_on
+        try:
+            yield
+        except (Retry, Ignore):
+            raise
+        except Exception:
+            if fence is not None:
+                fence.handed_on = before
+            raise
+
+    def _settle_for(self, sig: Any) -> None:
         request = self.request
         fence = self._own_fence(request)
         if fence is not None:
@@ -354,7 +416,6 @@ class FencedTask(_Task):
                 self._hand_on(request, "replace()")
             elif not fence.settled:
                 self._patiently(lambda: fence.settle("committed"))
-        return super().on_replace(sig)
 
     def _hand_on(self, request: Any, what: str) -> None:
         fence = self._own_fence(request)
@@ -409,9 +470,9 @@ class FencedTask(_Task):
 
     def AsyncResult(self, task_id: str, **kwargs: Any) -> Any:  # noqa: N802 - Celery's name
         """Return the result of a call: readers need no guard."""
-        return self.app.AsyncResult(
-            task_id, backend=self.backend.real, task_name=self.name, **kwargs
-        )
+        result = super().AsyncResult(task_id, **kwargs)
+        result.backend = getattr(result.backend, "real", result.backend)
+        return result
 
     def _missing_epoch(self) -> MissingEpoch:
         return MissingEpoch(
@@ -457,6 +518,15 @@ def _behind(body: _Body | None) -> Iterator[None]:
         if body is not None:
             _bodies.discard(body.mark)
         _running.reset(token)
+
+
+def _ignores_result(task: Any, request: Any) -> bool:
+    """Return whether Celery would store no result of this call."""
+    # What the call says goes before what the task says, from Celery 5.6 on.
+    actual = getattr(celery_trace, "get_actual_ignore_result", None)
+    if actual is not None:
+        return bool(actual(task, request))
+    return bool(request.ignore_result or task.ignore_result)
 
 
 def _outcome(fence: TaskFence, error: Exception | None) -> str | None:

@@ -207,6 +207,7 @@ class Unfenced:
     epoch: int | None = None
     occurrence: Occurrence | None = None
     idempotency_key: str | None = None
+    settled = False
 
     def headers(self) -> dict[str, str]:
         """Return no headers."""

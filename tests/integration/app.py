@@ -140,6 +140,21 @@ def make_app(  # noqa: C901 - many small tasks
             os.kill(os.getpid(), signal.SIGKILL)
         return f"{key} at attempt {self.request.retries}"
 
+    @app.task(
+        base=FencedTask,
+        bind=True,
+        shared=False,
+        name="patient",
+        acks_late=True,
+        acks_on_failure_or_timeout=False,
+        time_limit=1,
+    )
+    def patient(self: FencedTask, key: str) -> str:
+        """Run out of time, until there is a mark."""
+        (marks / f"{key}.began").touch()
+        wait_for(f"{key}.go")
+        return f"{key} in time"
+
     @app.task(bind=True, shared=False, name="errback")
     def errback(self: Any, task_id: str) -> None:
         """Leave a mark that names the stamp."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from celery import Task
+from celery.contrib.abortable import AbortableTask
 from celery.exceptions import Ignore, Reject
+from kombu.exceptions import OperationalError
 
 from celery_lease import (
     ConfigurationError,
@@ -155,6 +158,19 @@ def test_a_call_without_a_stamp_runs_unfenced_and_touches_no_database(
         result = write.delay()
         assert workshop.wait(result.id) == "SUCCESS"
     assert workshop.notes() == [("by hand", 0)] * 3
+
+
+def test_the_fence_of_a_call_without_a_stamp_has_all_that_a_fence_has(workshop: Workshop) -> None:
+    """A body that reads it works by hand, and in a test, too."""
+
+    @workshop.task(name="read")
+    def read(self: FencedTask) -> dict[str, Any]:
+        names = ("epoch", "occurrence", "idempotency_key", "settled")
+        return {each: getattr(self.fence, each) for each in names}
+
+    nothing = {"epoch": None, "occurrence": None, "idempotency_key": None, "settled": False}
+    assert read() == read.apply().get() == nothing
+    assert set(run(read, under=workshop.lease).get()) == set(nothing)
 
 
 def test_a_task_that_requires_an_epoch_refuses_calls_without_one(workshop: Workshop) -> None:
@@ -431,6 +447,74 @@ def test_retries_that_run_out_end_as_failed(workshop: Workshop) -> None:
     assert workshop.result_state(result.id) == "FAILURE"
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_body_that_goes_on_after_its_last_retry_is_settled(
+    workshop: Workshop, stale: bool
+) -> None:
+    """No message went out with the id, so nobody else would settle it, or refuse its result."""
+
+    @workshop.plain(name="then")
+    def then(value: str) -> None:
+        raise AssertionError("sent by a stale attempt")
+
+    @workshop.task(name="fall_back", max_retries=0)
+    def fall_back(self: FencedTask) -> str:
+        try:
+            raise self.retry(exc=OSError("away"))
+        except OSError:
+            if stale:
+                workshop.lease.depose()
+            return "the second best"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(fall_back, link=then.s() if stale else None)
+        assert workshop.wait(result.id) == ("IGNORED" if stale else "SUCCESS")
+    assert workshop.lease.outcome(result.id) == (None if stale else "committed")
+    assert workshop.result_state(result.id) == ("PENDING" if stale else "SUCCESS")
+    assert [name for name, _, _ in workshop.published] == ["fall_back"]
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_retry_that_the_broker_did_not_take_is_no_outcome(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, acks_late: bool
+) -> None:
+    """The message goes back to its queue; where it is gone, the leader sends the run again."""
+    bodies: list[int] = []
+    publish = workshop.app.amqp.send_task_message
+
+    def away(*arguments: Any, **options: Any) -> Any:
+        if bodies:
+            raise OperationalError("the broker is away")
+        return publish(*arguments, **options)
+
+    @workshop.task(name="again", acks_late=acks_late)
+    def again(self: FencedTask) -> None:
+        bodies.append(1)
+        if len(bodies) == 1:
+            raise self.retry(countdown=0)
+        workshop.write(self, "second delivery")
+
+    monkeypatch.setattr(workshop.app.amqp, "send_task_message", away)
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        workshop.wait(result.id, times=2 if acks_late else 1)
+    assert workshop.lease.outcome(result.id) == ("committed" if acks_late else None)
+    assert workshop.lease.run_state(result.id) == ("published" if acks_late else "refused")
+
+
+def test_a_retry_that_cannot_be_made_is_a_failure(workshop: Workshop) -> None:
+    """Delivered again it would come to the same end, for ever."""
+
+    @workshop.task(name="again")
+    def again(self: FencedTask) -> None:
+        raise self.retry(args=(object(),))
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        workshop.wait(result.id)
+    assert workshop.lease.outcome(result.id) == "failed"
+
+
 def test_a_failure_after_the_final_block_leaves_the_run_committed(workshop: Workshop) -> None:
     """What is written is written; the result is FAILURE and the log says why they differ."""
 
@@ -514,6 +598,24 @@ def test_a_retry_without_throwing_leaves_the_outcome_to_the_next_attempt(
         result = workshop.lease.dispatch(again)
         assert workshop.wait(result.id, times=2) == "SUCCESS"
     assert workshop.notes() == [("second", 1)]
+
+
+def test_a_result_beside_a_retry_is_not_stored_once_it_is_stale(workshop: Workshop) -> None:
+    """The next attempt is on its way, and so is another one under the new epoch."""
+
+    @workshop.task(name="again")
+    def again(self: FencedTask) -> str:
+        if self.request.retries == 0:
+            self.retry(countdown=0, throw=False)
+            workshop.lease.depose()
+        return "stale"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(again)
+        assert workshop.wait(result.id) == "IGNORED"
+        assert workshop.wait(result.id, times=2) == "IGNORED"
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.lease.outcome(result.id) is None
 
 
 def test_raising_ignore_is_an_outcome(workshop: Workshop) -> None:
@@ -801,6 +903,75 @@ def test_a_call_method_without_super_is_a_configuration_error(workshop: Workshop
             pass
 
 
+def test_a_call_method_that_names_another_base_is_a_configuration_error(
+    workshop: Workshop,
+) -> None:
+    """Flask's old recipe: whatever stands between, it goes straight to that class."""
+    plain = workshop.app.Task
+
+    class InContext(plain):  # type: ignore[misc, valid-type] # made by the app
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return plain.__call__(self, *args, **kwargs)
+
+    class Fenced(InContext, FencedTask):
+        abstract = True
+
+    with pytest.raises(ConfigurationError, match=r"InContext\.__call__ by-passes the fence"):
+
+        @workshop.plain(base=Fenced, lazy=False)
+        def write() -> None:
+            pass
+
+
+def test_a_call_method_behind_the_fence_is_a_configuration_error(workshop: Workshop) -> None:
+    """It would be left out without a word: the fence runs the body by itself."""
+
+    class InContext(Task):  # type: ignore[type-arg] # generic to type checkers alone
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    class Fenced(FencedTask, InContext):
+        abstract = True
+
+    with pytest.raises(ConfigurationError, match="name FencedTask last among the bases"):
+
+        @workshop.plain(base=Fenced, lazy=False)
+        def write() -> None:
+            pass
+
+
+@pytest.mark.parametrize("how", ["super", "named"])
+def test_a_base_with_a_call_method_stands_before_the_fence(workshop: Workshop, how: str) -> None:
+    """An application's context is there for messages as well."""
+    called: list[str] = []
+
+    class InContext(Task):  # type: ignore[type-arg] # generic to type checkers alone
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            called.append(self.request.id)
+            if how == "named":
+                return FencedTask.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
+            return super().__call__(*args, **kwargs)
+
+    class Fenced(InContext, FencedTask):
+        abstract = True
+
+    @workshop.plain(base=Fenced, bind=True, name="write")
+    def write(self: FencedTask) -> None:
+        workshop.write(self, "in context")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert called == [result.id]
+    assert workshop.lease.outcome(result.id) == "committed"
+
+
 def test_a_call_method_with_super_is_fine(workshop: Workshop) -> None:
     """The stack of requests is the same with and without it."""
     called: list[str] = []
@@ -878,6 +1049,22 @@ def _traced(engine: sa.Engine) -> list[str]:
 
     engine.dispose()  # for connections that are listened to from their start
     return seen
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_base_with_results_of_its_own_keeps_them(workshop: Workshop, first: bool) -> None:
+    """An abortable task finds out that it was aborted, whichever base is named first."""
+    bases = (FencedTask, AbortableTask) if first else (AbortableTask, FencedTask)
+    seen: list[bool] = []
+
+    @workshop.plain(base=type("Both", bases, {"abstract": True}), bind=True, name="stop")
+    def stop(self: Any) -> None:
+        self.AsyncResult(self.request.id).abort()
+        seen.append(self.is_aborted())
+
+    with workshop.worker():
+        workshop.wait(workshop.lease.dispatch(stop).id)
+    assert seen == [True]
 
 
 def test_statements_are_counted_not_timed(workshop: Workshop) -> None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from celery import VERSION as celery_version  # noqa: N811 - Celery's name
 from celery import chain, chord, group
 
 from celery_lease import FencedTask
 from celery_lease.testing import run
 from tests.integration.workshop import Workshop
 from tests.services.base import wait_until
+
+
+@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+def workshop(
+    request: pytest.FixtureRequest, sqlite_url: str, workshops: Callable[..., Workshop]
+) -> Workshop:
+    """A workshop on a broker in memory, and on one that carries headers its own way."""
+    if request.param == "memory":
+        return workshops(sqlite_url)
+    broker = request.getfixturevalue("rabbitmq_url")
+    return workshops(sqlite_url, broker_url=broker, broker_transport_options={})
 
 
 def stamps_of(workshop: Workshop, name: str) -> dict[str, Any]:
@@ -340,6 +353,89 @@ def test_a_replaced_task_settles_its_run_once(workshop: Workshop, kind: str) -> 
     assert workshop.lease.outcome(result.id) == "committed"
     assert workshop.notes() == ([("fenced", 1)] if settles_itself else [])
     assert workshop.refusals == []
+
+
+@pytest.mark.parametrize("kind", ["chain", "chord"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_step_of_a_replacement_that_fails_ends_the_run_where_it_is_current(
+    workshop: Workshop, kind: str, stale: bool
+) -> None:
+    """What comes last has the run's id: FAILURE is stored for it once that is settled."""
+    workshop.app.conf.result_backend = "cache+memory://"
+
+    @workshop.task(name="step")
+    def step(self: FencedTask) -> None:
+        if stale:
+            workshop.lease.depose()
+        raise ValueError("the first step")
+
+    @workshop.task(name="last")
+    def last(self: FencedTask, *values: Any) -> None:
+        raise AssertionError("a step failed")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        steps = [step.si(), step.si()]
+        raise self.replace(
+            chain(*steps, last.si()) if kind == "chain" else chord(steps[:1], last.s())
+        )
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(published(workshop, "step")) == ("IGNORED" if stale else "FAILURE")
+    assert workshop.result_state(result.id) == ("PENDING" if stale else "FAILURE")
+    assert workshop.lease.outcome(result.id) == (None if stale else "failed")
+
+
+def test_a_stale_step_leaves_the_result_of_the_current_attempt(workshop: Workshop) -> None:
+    """The run was dispatched again, and ended, while the old attempt's step waited."""
+
+    @workshop.task(name="step")
+    def step(self: FencedTask) -> None:
+        pass
+
+    @workshop.task(name="last")
+    def last(self: FencedTask) -> None:
+        raise AssertionError("a step was refused")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> str:
+        if self.epoch == 1:
+            raise self.replace(chain(step.si().set(countdown=1), last.si()))
+        return "current"
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        step_id = published(workshop, "step")
+        again = workshop.lease.depose()
+        parent.apply_async(**again.options(result.id))
+        assert workshop.wait(result.id, times=2) == "SUCCESS"
+        assert workshop.wait(step_id) == "IGNORED"
+        assert workshop.result_state(step_id) == "FAILURE"
+    assert workshop.result_state(result.id) == "SUCCESS"
+    assert again.outcome(result.id) == "committed"
+
+
+def test_a_refused_child_whose_result_is_wanted_ends(workshop: Workshop) -> None:
+    """What a call says of its result goes before what the task says, where Celery has it so."""
+
+    @workshop.task(name="child", ignore_result=True)
+    def child(self: FencedTask) -> None:
+        workshop.lease.depose()
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> str:
+        child_id = child.apply_async(ignore_result=False).id
+        self.retry(countdown=60, throw=False)
+        return child_id
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        child_id = published(workshop, "child")
+        assert workshop.wait(result.id) == "SUCCESS"
+        assert workshop.wait(child_id) == "IGNORED"
+    expected = "FAILURE" if celery_version >= (5, 6) else "PENDING"
+    assert workshop.result_state(child_id) == expected
 
 
 def test_a_replacement_that_this_worker_does_not_know_is_an_error(workshop: Workshop) -> None:

@@ -55,6 +55,17 @@ def test_a_hard_time_limit_of_a_stale_run_reports_nothing(floor: Floor, key: str
     assert floor.errbacks(result.id) == []
 
 
+def test_a_hard_time_limit_of_a_message_that_goes_back_is_no_outcome(
+    floor: Floor, key: str
+) -> None:
+    """``acks_on_timeout`` is off: it is delivered again, and that delivery must not be refused."""
+    result = floor.lease.dispatch(floor.app.tasks["patient"], (key,), entry=key)
+    floor.said(f"Hard time limit (1s) exceeded for patient[{result.id}]")
+    floor.go(key)
+    assert result.get(timeout=30) == f"{key} in time"
+    assert floor.lease.outcome(result.id) == "committed"
+
+
 def test_a_soft_time_limit_is_a_failure_like_any_other(floor: Floor, key: str) -> None:
     """It is raised in the body, so the child settles it."""
     result = floor.send(key, soft_time_limit=1)
