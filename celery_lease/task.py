@@ -252,7 +252,7 @@ class FencedTask(_Task):
         else:
             outcome = _outcome(fence, error)
             if outcome is None:
-                if error is None:
+                if error is None and not request.is_eager:
                     self._let_pass(fence, request, stamp)
                 return
             try:
