@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -84,6 +85,7 @@ class Agenda:
                 self.again(name, now)
             elif name in self._aside:
                 self._aside.discard(name)
+                restore(self.entries[name], self.entries[name].last_run_at)
                 self.put(name, now)
             elif name in self.entries:
                 found.append(place)
@@ -140,8 +142,14 @@ def aware(instant: datetime) -> datetime:
 
 
 def restore(entry: Any, last: datetime) -> None:
-    """Set an entry's last run, in its schedule's own zone, as Celery would have it."""
-    entry.last_run_at = last.astimezone(zone_of(entry.schedule))
+    """Set an entry's last run, in its schedule's own zone, as Celery would have it.
+
+    Where that cannot be told, as it is given: one bad entry must not stop the others. The
+    agenda meets the same error, tells it, and comes back here before it tries again.
+    """
+    entry.last_run_at = last
+    with suppress(Exception):
+        entry.last_run_at = aware(last).astimezone(zone_of(entry.schedule))
 
 
 def _tell_ahead(name: str, last: datetime) -> None:

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 from celery import VERSION, schedules
+from celery.utils.time import timezone as zones
 
 from celery_lease.occurrence import Missed
 
@@ -71,7 +72,8 @@ def zone_of(schedule: Any) -> tzinfo:
         zone: tzinfo | None = nowfun().tzinfo
         if zone is not None:
             return zone
-    return getattr(schedule, "tz", None) or timezone.utc
+    found: tzinfo = zones.get_timezone(getattr(schedule, "tz", None) or timezone.utc)
+    return found
 
 
 def frozen(schedule: Any, instant: datetime) -> Any:

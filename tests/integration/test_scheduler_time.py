@@ -309,6 +309,55 @@ def test_a_bug_in_is_due_sets_only_that_entry_aside(cluster, caplog):
     assert "'bad' is set aside" in caplog.text
 
 
+class Elsewhere(schedules.crontab):
+    """A user's schedule that asks somebody for its zone, who does not always answer."""
+
+    away = False
+
+    @property
+    def tz(self):
+        if self.away:
+            raise ConnectionError("the tenants' zones cannot be read")
+        return timezone.utc
+
+
+def test_an_entry_whose_zone_cannot_be_told_holds_up_no_other(cluster, caplog):
+    """Neither a takeover nor a turn may end at it; it goes on where it was once it can."""
+    where = Elsewhere()
+    beat = cluster.beat({"bad": {"schedule": where}, "good": {"schedule": 60.0}})
+    beat.at(seconds=61).go()
+    assert len(cluster.messages()) == 2
+
+    where.away = True
+    beat._forget()  # as after any error of the lease database
+    beat.at(minutes=2, seconds=1).go().at(minutes=3, seconds=1).go()
+    assert cluster.sent() == [("good", 2, 1), ("good", 3, 1)]
+    assert "'bad' is set aside" in caplog.text
+
+    where.away = False
+    beat.at(seconds=121 + beat.max_interval).go()
+    assert sorted(cluster.sent()) == [("bad", 7, 1), ("good", 7, 1)]
+    assert (2, "skipped", 5) in cluster.runs("due", "state", "skipped"), "none is forgotten"
+
+
+def test_a_zone_that_goes_away_after_the_claim_holds_up_no_message(cluster, caplog):
+    """What is claimed is sent, whatever becomes of the entry then."""
+    where = Elsewhere()
+    beat = cluster.beat({"bad": {"schedule": where}, "good": {"schedule": 60.0}}).go()
+    claim = beat.dispatcher.ledger.claim
+
+    def claim_and_lose(*args, **kwargs):
+        known = claim(*args, **kwargs)
+        where.away = True
+        return known
+
+    beat.dispatcher.ledger.claim = claim_and_lose
+    beat.at(seconds=61).go().at(seconds=121).go()
+
+    assert sorted(cluster.sent()) == [("bad", 1, 1), ("good", 1, 1), ("good", 2, 1)]
+    assert "'bad' is set aside" in caplog.text
+
+
 def test_a_last_run_to_come_does_not_silence_an_entry(cluster, caplog):
     """A clock was wrong by years and is right again."""
     cluster.beat().at(seconds=61).go()

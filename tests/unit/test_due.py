@@ -144,6 +144,16 @@ def test_a_crontab_is_read_in_its_own_zone():
     assert due == datetime(2026, 7, 1, 1, 0, tzinfo=UTC)
 
 
+def test_a_zone_may_be_named_as_celery_has_it():
+    """Celery takes a string for a zone wherever it reads one."""
+    schedule = schedules.crontab(minute=0, hour=3, app=app_in("UTC"))
+    schedule.tz = "Europe/Berlin"
+
+    due = due_at(schedule, datetime(2026, 7, 1, tzinfo=UTC))
+
+    assert due == datetime(2026, 7, 1, 1, 0, tzinfo=UTC)
+
+
 def test_a_schedule_that_does_not_move_on_is_an_error():
     """An interval of 0 has no next occurrence; the entry is set aside instead of looping."""
     with pytest.raises(ValueError, match="does not move on"):
