@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar
 
 from celery.beat import ScheduleEntry
@@ -74,6 +75,8 @@ class Wishes:
 
 #: Characters that the database keeps of an entry's name.
 LONGEST_NAME = 255
+#: How far from UTC a clock without a zone may be that is taken for one of UTC.
+NEAR = timedelta(minutes=1)
 #: Of an entry that asks for nothing: one for all of them.
 PLAIN = Wishes()
 
@@ -101,6 +104,9 @@ class LeasedEntry(ScheduleEntry):
         given = {key: kwargs.pop(key) for key in _KEYS if key in kwargs}
         super().__init__(name, task, last_run_at, *args, **kwargs)
         self.wishes = Wishes.read(name or "", given) if given else wishes or PLAIN
+        clock = getattr(self.schedule, "nowfun", None)
+        if clock is not None:
+            _check_clock(name, clock)
 
     def default_now(self) -> datetime:
         """Return the instant at which an entry that was never run begins.
@@ -139,3 +145,25 @@ def _check_name(name: Any) -> None:
         return
     shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:80]}…"
     raise ConfigurationError(f"beat_schedule[{shown}]: {trouble}", setting="beat_schedule")
+
+
+def _check_clock(name: str | None, clock: Callable[[], datetime]) -> None:
+    """Refuse a clock that tells the time on the wall and not where that wall is.
+
+    Celery takes it for UTC and counts in hours that are shifted by the host's zone. No
+    other host need have that zone, and a due time is the same for all of them.
+
+    Raises:
+        ConfigurationError: Its answer has no zone, and is not UTC.
+    """
+    now = clock()
+    if now.tzinfo is not None:
+        return
+    off = abs(now.replace(tzinfo=timezone.utc) - datetime.now(timezone.utc))
+    # London's clock is right in winter.
+    if off > NEAR or (clock == datetime.now and time.daylight):
+        raise ConfigurationError(
+            f"beat_schedule[{name!r}]: the schedule's nowfun tells a local time without its "
+            f"zone; give it a clock that is aware, or none, and set timezone",
+            setting="beat_schedule",
+        )

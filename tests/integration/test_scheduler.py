@@ -777,6 +777,14 @@ def test_a_wrong_wish_of_an_entry_ends_beat_too(cluster, caplog):
     assert "beat_schedule['entry']['misfire']" in caplog.text
 
 
+def test_a_schedule_with_a_clock_that_has_no_zone_ends_beat_too(cluster, caplog):
+    """What would fire at another hour than it did is told before it does."""
+    with pytest.raises(SystemExit):
+        cluster.beat({"entry": {"schedule": crontab(hour=9, nowfun=lambda: EVER)}})
+
+    assert "beat cannot start: beat_schedule['entry']: the schedule's nowfun" in caplog.text
+
+
 def test_a_database_that_is_down_is_waited_for(caplog):
     """In doubt it is down: beat stands by, alive, and says so once."""
     with socket.socket() as taken:  # bound, and nobody listens

@@ -1,10 +1,12 @@
 """What an entry may ask for in ``beat_schedule``."""
 
+import time
 from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Celery
 from celery.beat import ScheduleEntry
+from celery.schedules import crontab, schedule
 
 from celery_lease.entry import PLAIN, LeasedEntry
 from celery_lease.errors import ConfigurationError
@@ -122,3 +124,37 @@ def test_an_entry_begins_by_its_schedules_clock_if_it_has_one(app):
     schedule.nowfun = lambda: noon
 
     assert LeasedEntry(name="e", task="t", schedule=schedule, app=app).last_run_at == noon
+
+
+def naive(hours):
+    """Return a clock without a zone that is so many hours ahead of UTC."""
+    return lambda: (datetime.now(timezone.utc) + timedelta(hours=hours)).replace(tzinfo=None)
+
+
+@pytest.mark.parametrize("hours", [-5, 5.5])
+@pytest.mark.parametrize("kind", [lambda **clock: schedule(60, **clock), crontab])
+def test_a_clock_that_tells_the_time_on_the_wall_is_refused(app, hours, kind):
+    """Read as UTC, nine in the morning is another hour on every host, and none may be right."""
+    with pytest.raises(ConfigurationError, match=r"\['nightly'\].*nowfun.*a clock that is aware"):
+        LeasedEntry(name="nightly", task="t", schedule=kind(nowfun=naive(hours)), app=app)
+
+
+def test_a_local_clock_is_refused_even_while_it_agrees_with_utc(app, monkeypatch):
+    """In London it does so for one half of the year."""
+    monkeypatch.setenv("TZ", "Europe/London")
+    time.tzset()
+    try:
+        with pytest.raises(ConfigurationError, match="nowfun"):
+            LeasedEntry(name="e", task="t", schedule=crontab(nowfun=datetime.now), app=app)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_clock_of_utc_needs_no_zone(app):
+    """``datetime.utcnow`` was Celery's own recipe for years, and Celery reads it rightly."""
+    before = datetime.now(timezone.utc).replace(tzinfo=None)
+
+    began = LeasedEntry(name="e", task="t", schedule=crontab(nowfun=naive(0)), app=app)
+
+    assert before <= began.last_run_at <= before + timedelta(minutes=1)
