@@ -12,13 +12,13 @@ from celery_lease.due import Ended, due_at, zone_of
 from celery_lease.entry import LeasedEntry
 from celery_lease.heap import DueHeap, ScheduleDict
 
-__all__ = ["AGAIN", "Agenda", "aware", "restore"]
+__all__ = ["AGAIN", "AHEAD", "Agenda", "aware", "restore"]
 
 logger = logging.getLogger("celery_lease.scheduler")
 
 #: Seconds until an entry is looked at again that could not be dealt with now.
 AGAIN = 1.0
-#: How far ahead a last run may be before it is taken for a clock that went wrong.
+#: How far a clock may seem to be behind before it is taken for one that went wrong.
 AHEAD = timedelta(minutes=1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from celery.backends.base import DisabledBackend
 from celery.beat import Scheduler
 
-from celery_lease.agenda import Agenda, aware, restore
+from celery_lease.agenda import AHEAD, Agenda, aware, restore
 from celery_lease.dispatch import BATCH
 from celery_lease.entry import PLAIN, LeasedEntry
 from celery_lease.errors import CeleryLeaseError, ConfigurationError
@@ -52,6 +52,8 @@ class LeasedScheduler(LeaseMixin, Scheduler):
     def setup_schedule(self) -> None:
         """Read ``beat_schedule``, and look at the lease database."""
         self._set_up_at = self.now()
+        #: The latest instant of a turn, until the clock went back.
+        self._latest = self._set_up_at
         #: Entries with a row in the database.
         self._stored: set[str] = set()
         self._warned: str | None = None
@@ -138,7 +140,12 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         """Dispatch what is due, at most one batch of it."""
         if self.agenda.changed:
             self._reconcile(term)
-        now, next_due = self.now(), self.agenda.next_due
+        now = self.now()
+        if now >= self._latest:
+            self._latest = now
+        elif now < self._latest - AHEAD:
+            self._went_back(now)
+        next_due = self.agenda.next_due
         if next_due is not None and next_due <= now:
             self._dispatch(term, self._plan(term, now), now)
             next_due = self.agenda.next_due
@@ -146,6 +153,18 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         if next_due is not None:
             wait = min(wait, max(0.0, (next_due - now).total_seconds()))
         return min(wait, self.dispatcher.retry_in) if self.dispatcher.busy else wait
+
+    def _went_back(self, now: datetime) -> None:
+        """Look at every entry again: after a step of the clock none is due when it should be."""
+        logger.warning(
+            "lease %r: the clock of this host went back by %.0f s; what is due is looked for "
+            "again from now",
+            self.settings.name,
+            (self._latest - now).total_seconds(),
+            extra={"action": "clock-back", "lease_name": self.settings.name},
+        )
+        self._latest = now
+        self.agenda.rebuild(now)
 
     def _plan(self, term: Term, now: datetime) -> Batch:
         """Decide about the entries that are due, oldest first."""

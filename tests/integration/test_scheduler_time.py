@@ -372,6 +372,21 @@ def test_a_last_run_to_come_does_not_silence_an_entry(cluster, caplog):
     assert "did a clock go back?" in caplog.text
 
 
+def test_a_clock_that_is_stepped_back_does_not_silence_a_leader(cluster, caplog):
+    """The entries would wait for it to be as late again."""
+    both = {"every": {"schedule": 60.0}, "cron": {"schedule": schedules.crontab(minute="*/5")}}
+    beat = cluster.beat(both).at(minutes=59).go()
+    assert len(cluster.messages()) == 2
+
+    beat.at(minutes=6).go().at(minutes=10, seconds=1).go()
+    assert cluster.sent() == [("every", 10, 1), ("cron", 10, 1)]
+    assert "went back by 3180 s" in caplog.text
+
+    caplog.clear()
+    beat.at(minutes=9, seconds=30).go()
+    assert caplog.text == "", "half a minute is no step"
+
+
 def test_the_same_occurrence_is_not_sent_twice_when_the_clock_goes_back(cluster):
     """The second claim finds the run of the first."""
     cluster.beat().at(seconds=61).go()
