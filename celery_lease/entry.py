@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ NEAR = timedelta(minutes=1)
 #: Of an entry that asks for nothing: one for all of them.
 PLAIN = Wishes()
 
+#: What `repr()` shows of an object that has no other: where it is in this process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 _KEYS = tuple(Wishes.__dataclass_fields__)
 
 
@@ -125,10 +128,10 @@ class LeasedEntry(ScheduleEntry):
 
 
 def _check_name(name: Any) -> None:
-    """Refuse a name that would not come back from every database as it went in.
+    """Refuse a name that another beat, or a database, would not know again.
 
     Raises:
-        ConfigurationError: It would not.
+        ConfigurationError: It would not be.
     """
     if not isinstance(name, str):
         trouble = "the name is not a string; write it as one"
@@ -139,6 +142,11 @@ def _check_name(name: Any) -> None:
         )
     elif name != name.rstrip():
         trouble = "the name ends with white space, which MySQL does not see; remove it"
+    elif _ADDRESS.search(name):
+        trouble = (
+            "the name has the address of an object and is another one in each process; "
+            "add_periodic_task takes a name=…"
+        )
     elif name != storable(name):
         trouble = "the name has a character that no database keeps; remove it"
     else:

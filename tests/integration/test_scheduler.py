@@ -777,6 +777,24 @@ def test_a_wrong_wish_of_an_entry_ends_beat_too(cluster, caplog):
     assert "beat_schedule['entry']['misfire']" in caplog.text
 
 
+@pytest.mark.parametrize("signal", ["on_after_configure", "on_after_finalize"])
+def test_a_name_with_the_address_of_an_argument_ends_beat_too(cluster, caplog, signal):
+    """``add_periodic_task`` makes it; the next leader would know nothing of that entry."""
+    app = cluster.app({})
+
+    def add(sender, **_):
+        sender.add_periodic_task(60.0, sender.signature("t.a", args=(BeatLazyFunc(list),)))
+
+    getattr(app, signal).connect(add, weak=False)
+    app.finalize()
+    with pytest.raises(SystemExit):
+        Beat(app)
+
+    (line,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert "add_periodic_task takes a name=" in line.getMessage()
+    assert "\n" not in line.getMessage()
+
+
 def test_a_schedule_with_a_clock_that_has_no_zone_ends_beat_too(cluster, caplog):
     """What would fire at another hour than it did is told before it does."""
     with pytest.raises(SystemExit):

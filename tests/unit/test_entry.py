@@ -80,10 +80,14 @@ def test_a_wish_that_cannot_be_names_entry_and_key(app, key, value):
         ("night\0ly", "no database keeps"),
         ("night\ud800ly", "no database keeps"),
         (7, "not a string"),
+        ("t.a(<celery.beat.BeatLazyFunc object at 0x7fac85f6e2d0>)", "in each process.*name="),
     ],
 )
-def test_a_name_that_a_database_would_change_is_refused(app, name, why):
-    """Two names that agree in what is stored would be one entry, and one would never run."""
+def test_a_name_that_would_not_be_known_again_is_refused(app, name, why):
+    """Two names that agree in what is stored would be one entry, and one would never run.
+
+    One that is another in each process begins anew at each takeover.
+    """
     with pytest.raises(ConfigurationError, match=why) as told:
         LeasedEntry(name=name, task="t", schedule=60.0, app=app)
 
