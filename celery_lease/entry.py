@@ -15,7 +15,7 @@ from celery_lease.errors import ConfigurationError
 from celery_lease.occurrence import Misfire, MisfirePolicy, storable
 from celery_lease.settings import Settings, duration, misfire_policy
 
-__all__ = ["PLAIN", "LeasedEntry", "Wishes"]
+__all__ = ["PLAIN", "LeasedEntry", "Wishes", "wishes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,14 @@ class LeasedEntry(ScheduleEntry):
     def update(self, other: ScheduleEntry) -> None:
         """Take over what can be edited from another entry."""
         super().update(other)
-        self.wishes = getattr(other, "wishes", PLAIN)
+        self.wishes = wishes_of(other)
         LeasedEntry.updates += 1
+
+
+def wishes_of(entry: Any) -> Wishes:
+    """Return what an entry asks for; of a class that knows no wishes, nothing."""
+    wishes: Wishes = getattr(entry, "wishes", PLAIN)
+    return wishes
 
 
 def _check_name(name: Any) -> None:

@@ -11,7 +11,7 @@ from celery.beat import ScheduleEntry
 from celery.schedules import crontab, schedule, solar
 
 from celery_lease.due import missed
-from celery_lease.entry import PLAIN, LeasedEntry
+from celery_lease.entry import PLAIN, wishes_of
 from celery_lease.occurrence import Decision, Misfire, Run, Skipped, run_id
 from celery_lease.settings import Settings
 
@@ -48,6 +48,7 @@ class Planner:
         settings: What entries leave to the settings.
         deadline: Celery's ``beat_cron_starting_deadline``, in seconds.
         is_due: Asks an entry, as Celery would.
+        hooked: Whether that is a user's own, which may refuse any entry.
         is_fenced: Returns whether an entry's task is fenced.
     """
 
@@ -57,18 +58,20 @@ class Planner:
         *,
         deadline: float | None,
         is_due: Callable[[Any], Any],
+        hooked: bool,
         is_fenced: Callable[[Any], bool],
     ) -> None:
         self._settings = settings
         self._deadline = deadline
         self._is_due = is_due
+        self._hooked = hooked
         self._is_fenced = is_fenced
         self._plain = PLAIN.on_misfire(settings)
 
     def add(
         self,
         batch: Batch,
-        entry: LeasedEntry,
+        entry: ScheduleEntry,
         first: datetime,
         now: datetime,
         *,
@@ -95,7 +98,7 @@ class Planner:
         if decision.skipped is not None:
             batch.skipped.append((name, decision.skipped))
             batch.moved[name] = decision.skipped.last
-        fire = decision.fire[: room if entry.wishes.overlap else min(room, 1)]
+        fire = decision.fire[: room if wishes_of(entry).overlap else min(room, 1)]
         for due_at in fire:
             batch.runs.append(
                 Run(
@@ -110,15 +113,16 @@ class Planner:
         return True
 
     def _decide(
-        self, entry: LeasedEntry, first: datetime, now: datetime, since: datetime | None
+        self, entry: ScheduleEntry, first: datetime, now: datetime, since: datetime | None
     ) -> Decision | None:
         misfire = self._misfire(entry)
         found = missed(entry.schedule, first, now, misfire.wanted + 1)
-        if since is not None and (now - since).total_seconds() < entry.wishes.overlap_timeout:
+        allowed = wishes_of(entry).overlap_timeout
+        if since is not None and (now - since).total_seconds() < allowed:
             reason = "the one before is not settled"
         elif not self._may_say_no(entry) or self._is_due(entry)[0]:
             return misfire.decide(found, now)
-        elif isinstance(entry.schedule, crontab) and self._deadline is not None:
+        elif self._is_past_deadline(entry):
             reason = "beat_cron_starting_deadline"
         else:
             return None
@@ -129,13 +133,19 @@ class Planner:
             ),
         )
 
-    def _misfire(self, entry: LeasedEntry) -> Misfire:
-        wishes = entry.wishes
+    def _misfire(self, entry: ScheduleEntry) -> Misfire:
+        wishes = wishes_of(entry)
         return self._plain if wishes is PLAIN else wishes.on_misfire(self._settings)
 
-    def _may_say_no(self, entry: LeasedEntry) -> bool:
+    def _may_say_no(self, entry: ScheduleEntry) -> bool:
         """Return whether ``is_due`` can refuse what is due by its schedule: few can."""
-        if type(entry).is_due is not ScheduleEntry.is_due:
+        if self._hooked or type(entry).is_due is not ScheduleEntry.is_due:
             return True
         kind = type(entry.schedule)
         return self._deadline is not None if kind is crontab else kind not in (schedule, solar)
+
+    def _is_past_deadline(self, entry: ScheduleEntry) -> bool:
+        """Return whether a "no" is that of Celery's deadline: no later one is a "yes"."""
+        if not isinstance(entry.schedule, crontab) or self._deadline is None:
+            return False
+        return not self._hooked or not entry.is_due()[0]

@@ -15,7 +15,7 @@ from typing import Any
 
 from celery_lease.clock import rising
 from celery_lease.dispatch import BATCH, Dispatcher, fields
-from celery_lease.entry import PLAIN, Wishes
+from celery_lease.entry import wishes_of
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Run, RunState
 from celery_lease.settings import Settings
@@ -173,7 +173,7 @@ class Recovery:
         """Return why a run is not to be sent again; None if it is."""
         if entry is None:
             return RunState.SKIPPED, "entry removed"
-        wishes: Wishes = getattr(entry, "wishes", PLAIN)
+        wishes = wishes_of(entry)
         misfire = wishes.on_misfire(self._settings)
         sent = run.published_at is not None or run.state is RunState.REFUSED
         if sent and run.attempt >= self._settings.max_attempts:

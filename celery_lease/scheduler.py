@@ -15,7 +15,7 @@ from celery.beat import Scheduler
 
 from celery_lease.agenda import AHEAD, Agenda, aware, restore
 from celery_lease.dispatch import BATCH
-from celery_lease.entry import PLAIN, LeasedEntry
+from celery_lease.entry import PLAIN, LeasedEntry, wishes_of
 from celery_lease.errors import CeleryLeaseError, ConfigurationError
 from celery_lease.heap import ScheduleDict
 from celery_lease.leading import LeaseMixin
@@ -85,6 +85,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             self.settings,
             deadline=self.app.conf.beat_cron_starting_deadline,
             is_due=self.is_due,
+            hooked=type(self).is_due is not Scheduler.is_due,
             is_fenced=self.is_fenced,
         )
 
@@ -170,7 +171,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         """Decide about the entries that are due, oldest first."""
         batch, entries = Batch(), self.agenda.entries
         found = self.agenda.take(now, BATCH, self.dispatcher.waiting)
-        alone = [name for _, name in found if not entries[name].wishes.overlap]
+        alone = [name for _, name in found if not wishes_of(entries[name]).overlap]
         running = self.dispatcher.ledger.running(term.name, alone)
         for first, name in found:
             room, since = BATCH - len(batch.runs), running.get(name)
@@ -242,9 +243,9 @@ class LeasedScheduler(LeaseMixin, Scheduler):
     def lost_after(self) -> dict[str, float]:
         """Return the entries that ask for ``retry_lost_after``."""
         return {
-            name: entry.wishes.retry_lost_after
+            name: wishes.retry_lost_after
             for name, entry in self.agenda.entries.items()
-            if entry.wishes is not PLAIN and entry.wishes.retry_lost_after is not None
+            if (wishes := wishes_of(entry)) is not PLAIN and wishes.retry_lost_after is not None
         }
 
     def sync(self) -> None:

@@ -5,9 +5,10 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import sqlalchemy as sa
 from celery import schedules
+from celery.beat import ScheduleEntry
 
 from celery_lease.stores.schema import entry_table, run_table
-from tests.integration.beats import START, Cluster
+from tests.integration.beats import START, Beat, Cluster
 
 
 @pytest.fixture
@@ -125,6 +126,58 @@ def test_a_schedule_that_says_not_now_is_asked_again(cluster):
     assert [due for _, due, _ in cluster.sent()] == [1]
 
 
+class Maintained(Beat):
+    """A user's scheduler that sends nothing while it is closed."""
+
+    closed = True
+
+    def is_due(self, entry):
+        return schedules.schedstate(False, 10.0) if self.closed else super().is_due(entry)
+
+
+@pytest.mark.parametrize("deadline", [None, 60])
+@pytest.mark.parametrize("kind", [schedules.crontab, lambda: schedules.schedule(60.0)])
+def test_a_schedulers_own_is_due_is_asked_about_every_entry(cluster, kind, deadline):
+    """It is how one holds beat back without stopping it; nothing is lost by that either."""
+    schedule = kind()
+    beat = cluster.beat(
+        {"entry": {"schedule": schedule}}, cls=Maintained, beat_cron_starting_deadline=deadline
+    )
+    schedule.nowfun = beat.now
+    beat.at(seconds=61).go()
+    assert cluster.runs("id") == []
+
+    beat.closed = False
+    beat.at(seconds=65).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1]
+
+
+def test_a_deadline_that_passes_while_a_scheduler_says_no_is_a_recorded_skip(cluster):
+    """To be asked again for ever would record nothing, and hold up what comes after."""
+    hourly = schedules.crontab(minute=0)
+    beat = cluster.beat(
+        {"entry": {"schedule": hourly}}, cls=Maintained, beat_cron_starting_deadline=60
+    )
+    hourly.nowfun = beat.now
+
+    beat.at(hours=1, minutes=10).go()
+
+    assert cluster.runs("due", "reason") == [(60, "beat_cron_starting_deadline")]
+
+
+def test_an_entry_class_that_knows_no_wishes_is_taken(cluster):
+    """Celery lets a scheduler have any class of entries; such an entry asks for nothing."""
+
+    class Own(Beat):
+        Entry = ScheduleEntry
+
+    beat = cluster.beat(cls=Own, beat_lease_misfire="all").at(seconds=121).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 2]
+    assert beat.lost_after() == {}
+
+
 def test_an_entry_that_must_not_overlap_waits_for_the_run_before(cluster):
     """Skipped with that reason while the one before is not settled."""
     entry = {"schedule": 60.0, "fenced": True, "overlap": False}
@@ -179,7 +232,6 @@ def test_a_long_interval_goes_on_across_restarts(cluster):
 
 def forgetful():
     """Return a beat whose entries begin with the process, as in real life."""
-    from tests.integration.beats import Beat
 
     class Forgetful(Beat):
         def merge_inplace(self, entries):
