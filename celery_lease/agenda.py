@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -90,6 +90,11 @@ class Agenda:
             elif name in self.entries:
                 found.append(place)
         return found
+
+    def give_back(self, found: Iterable[tuple[datetime, str]]) -> None:
+        """Put back what :meth:`take` took and nobody dealt with."""
+        for due, name in found:
+            self._due.push(due, name)
 
     def set_aside(self, name: str, now: datetime, error: Exception) -> None:
         """Keep one bad entry from stopping the others."""

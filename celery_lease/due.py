@@ -22,10 +22,13 @@ from celery_lease.occurrence import Missed
 
 __all__ = ["Ended", "due_at", "frozen", "interval", "missed", "zone_of"]
 
-#: How far occurrences are followed one by one before looking back from now instead.
-WALK = 2000
+#: How far occurrences are followed one by one before looking back from now instead: what
+#: keeps one entry, after any outage, to some hundredths of a second.
+WALK = 500
 #: The same for the kinds that give the same occurrences from wherever one looks.
 WALK_ANYWHERE = 64
+#: What a relative interval is rounded to: the first of them that fits into it.
+_UNITS = tuple(timedelta(seconds=each) for each in (86400, 3600, 60, 1))
 #: Whether Celery reads a crontab in the zone of its `nowfun`, where it has one.
 _BY_ITS_CLOCK = VERSION < (5, 7)
 
@@ -141,11 +144,13 @@ def _in_phase(schedule: Any, known: datetime, start: datetime) -> datetime:
     """Return an instant about *start* from which an interval keeps the phase of *known*.
 
     A crontab or the sun gives the same occurrences from anywhere; a relative
-    interval counts on from the occurrence before.
+    interval counts on from the occurrence before, which was rounded.
     """
     every = getattr(schedule, "run_every", None)
     if not isinstance(every, timedelta) or every <= timedelta(0):
         return start
+    if getattr(schedule, "relative", False):
+        every -= every % next((each for each in _UNITS if each <= every), every)
     return known + (start - known) // every * every
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from time import monotonic
 from typing import Any
 
 from celery.backends.base import DisabledBackend
@@ -26,6 +27,9 @@ from celery_lease.sending import tell_known, tell_skipped
 from celery_lease.stores.entries import EntryState, SQLEntries
 
 __all__ = ["LeasedScheduler", "leased"]
+
+#: Seconds after which a turn decides about no further entry: what is decided is sent first.
+PLANNING = 0.2
 
 
 def leased(cls: type[Scheduler]) -> type[Scheduler]:
@@ -168,16 +172,19 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         self.agenda.rebuild(now)
 
     def _plan(self, term: Term, now: datetime) -> Batch:
-        """Decide about the entries that are due, oldest first."""
-        batch, entries = Batch(), self.agenda.entries
+        """Decide about the entries that are due, oldest first.
+
+        At least about one. What there is no room or time for is due at once in the next turn.
+        """
+        batch, entries, until = Batch(), self.agenda.entries, monotonic() + PLANNING
         found = self.agenda.take(now, BATCH, self.dispatcher.waiting)
         alone = [name for _, name in found if not wishes_of(entries[name]).overlap]
         running = self.dispatcher.ledger.running(term.name, alone)
-        for first, name in found:
+        for done, (first, name) in enumerate(found):
             room, since = BATCH - len(batch.runs), running.get(name)
-            if room == 0:
-                self.agenda.put(name, now)
-                continue
+            if room == 0 or (done and monotonic() > until):
+                self.agenda.give_back(found[done:])
+                break
             try:
                 if not self.planner.add(batch, entries[name], first, now, since=since, room=room):
                     self.agenda.again(name, now)

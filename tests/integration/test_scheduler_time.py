@@ -1,5 +1,6 @@
 """The leased scheduler and time: what was missed, what came and went, what is wrong."""
 
+import itertools
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -7,6 +8,7 @@ import sqlalchemy as sa
 from celery import schedules
 from celery.beat import ScheduleEntry
 
+from celery_lease import scheduler
 from celery_lease.stores.schema import entry_table, run_table
 from tests.integration.beats import START, Beat, Cluster
 
@@ -77,6 +79,28 @@ def test_a_catch_up_larger_than_a_batch_is_sent_in_order_over_several_turns(clus
     beat.at(minutes=700).go()
 
     assert [due for _, due, _ in cluster.sent()] == list(range(1, 701))
+
+
+@pytest.mark.parametrize(("each", "claims"), [(0.15, [2, 2, 1]), (30, [1] * 5)])
+def test_what_takes_long_to_decide_is_sent_over_several_turns(cluster, monkeypatch, each, claims):
+    """After an outage each entry has much to look through; the first ones need not wait."""
+    instants = itertools.count(0, each)
+    monkeypatch.setattr(scheduler, "monotonic", lambda: next(instants))
+    beat = cluster.beat({name: {"schedule": 60.0} for name in "abcde"}).go()
+    claim, sizes = beat.dispatcher.ledger.claim, []
+
+    def note(term, runs, **kwargs):
+        sizes.append(len(runs))
+        return claim(term, runs, **kwargs)
+
+    beat.dispatcher.ledger.claim = note
+    beat.at(seconds=61)
+
+    waits = [beat.tick() for _ in claims]
+    assert sizes == claims
+    assert sorted(entry for entry, _, _ in cluster.sent()) == list("abcde")
+    assert waits[:-1] == [0.0] * (len(claims) - 1), "no pause while something is due"
+    assert waits[-1] > 0
 
 
 def test_a_takeover_alone_skips_nothing(cluster):

@@ -279,6 +279,37 @@ def test_looking_back_finds_what_walking_finds(kind, most):
     assert found.newest == tuple(follow(schedule, START, now)[-most:])
 
 
+@pytest.mark.parametrize("seconds", [7.25, 150, 9000])
+def test_looking_back_keeps_the_phase_of_a_rounded_interval(seconds):
+    """Celery rounds to whole seconds, minutes, hours: every other one, from where it began."""
+    schedule = schedules.schedule(seconds, relative=True, app=app_in("UTC"))
+    first = due_at(schedule, START)
+    now = START + timedelta(seconds=seconds) * 2500
+
+    assert missed(schedule, first, now, 3).newest == tuple(follow(schedule, START, now)[-3:])
+
+
+class Counted(schedules.schedule):
+    """Counts how many times it is asked."""
+
+    asked = 0
+
+    def remaining_estimate(self, last_run_at):
+        type(self).asked += 1
+        return super().remaining_estimate(last_run_at)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_one_entry_takes_a_bounded_time_after_any_outage(relative):
+    """A step is about a twentieth of a millisecond, and hundreds of entries may be as late."""
+    schedule = Counted(10, relative=relative, app=app_in("Europe/Berlin"))
+    Counted.asked = 0
+
+    missed(schedule, due_at(schedule, START), START + timedelta(days=365), 101)
+
+    assert 0 < Counted.asked < 1000
+
+
 def test_what_was_not_walked_is_not_counted():
     """A count that is not known must not be made up."""
     schedule = schedules.crontab(app=app_in("UTC"))
