@@ -351,14 +351,13 @@ class Elector:
         sent_at = self.clock.now()
         try:
             answer = self.store.renew(tenure.term, self.settings.ttl)
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001 - this thread's end would be the term's
             if tenure.over.is_set():
                 return 0.0  # Its end was told: "leads, but could not renew" would be no more true.
             interval = self.settings.renew_interval
             left = max(0.0, tenure.trusted_until - self.clock.now())
-            self._tell(
-                Action.RENEWAL_FAILED, epoch=tenure.term.epoch, reason=str(error), seconds=left
-            )
+            reason = str(error) if isinstance(error, StoreError) else repr(error)
+            self._tell(Action.RENEWAL_FAILED, epoch=tenure.term.epoch, reason=reason, seconds=left)
             # Ever more often, but not without end: each try is a line in the log.
             return min(max(interval / 20, min(interval, left / 4)), left)
         if answer is Renewal.RENEWED:
@@ -386,7 +385,7 @@ class Elector:
         """End a term that the database does not know any more, and say why where it tells."""
         try:
             lease = self.store.read(self.settings.name)
-        except StoreError:
+        except Exception:  # noqa: BLE001 - it is over, whatever this was
             lease = None
         if lease is not None and lease.epoch > tenure.term.epoch:
             # Whoever took it cannot have waited for our expiry, if we still trust it.

@@ -152,6 +152,24 @@ def test_a_renewal_without_an_answer_extends_nothing(store, clock, beat, side):
     assert 0 < delay <= (WINDOW - 10) / 4
 
 
+def test_an_error_that_nobody_foresaw_does_not_end_the_renewing(store, clock, beat):
+    """Whatever a driver or a token library raises once, the database is there at the next try."""
+    beat.campaign()
+
+    def unforeseen() -> None:
+        del store.before["renew"]
+        raise LookupError("a token library's own")
+
+    store.before["renew"] = unforeseen
+    clock.advance(10)
+    clock.advance(beat.step())
+
+    assert beat.told[-1].action is Action.RENEWAL_FAILED
+    assert "LookupError" in beat.told[-1].reason
+    beat.step()
+    assert beat.trust_left == WINDOW
+
+
 def test_a_leader_goes_on_until_its_window_closes_when_the_database_is_away(store, clock, beat):
     """A blip of the database must not stop the schedule, and a long one must."""
     beat.campaign()

@@ -32,6 +32,9 @@ def translated(engine: sa.Engine) -> Iterator[None]:
             error, (sa.exc.OperationalError, sa.exc.InterfaceError)
         )
         raise _failure(engine, error.orig or error, broken=broken) from error
+    except OSError as error:
+        # A `creator` of the user's asks others for a password or a token first.
+        raise StoreUnavailable(f"no connection: {error}") from error
     except engine.dialect.loaded_dbapi.Error as error:
         # Setting up a new connection failed: SQLAlchemy does not wrap that.
         raise _failure(engine, error, broken=True) from error
