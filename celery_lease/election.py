@@ -16,22 +16,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from celery_lease.elector import Elector
-from celery_lease.errors import StoreContention, StoreUnavailable
+from celery_lease.errors import StoreContention, StoreError, StoreUnavailable
 from celery_lease.guards.sqlalchemy import Guard, guarded
 from celery_lease.journal import TransitionLog
 from celery_lease.lease import Holder, Term
 from celery_lease.settings import Settings, duration
 from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.retention import prune
 from celery_lease.transition import Action, Transition
 
 __all__ = ["LeaderElection", "Leadership"]
 
 logger = logging.getLogger(__name__)
+
+#: Old terms that one grant deletes at most.
+_PRUNE = 500
 
 _OVER = {Action.LOST, Action.RELEASED, Action.CONFLICT}
 
@@ -181,6 +185,8 @@ class LeaderElection:
         elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
         try:
             term = self._campaign(store, elector, timeout)
+            with suppress(StoreError):  # What led often leaves a long history.
+                prune(store.engine, term.name, retention=settings.retention, limit=_PRUNE)
             elector.progress(0.0)
             leadership = Leadership(term, elector, fences)
             stopped.armed = True

@@ -1,12 +1,14 @@
 """Leader election for anything: the lease and the guard without beat or tasks."""
 
 import threading
+from datetime import datetime, timezone
 
 import pytest
 import sqlalchemy as sa
 
 from celery_lease import ConfigurationError, LeaderElection, LeaseLost, MissingFence, StaleEpoch
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.schema import term_table
 
 
 @pytest.fixture
@@ -120,6 +122,19 @@ def test_a_target_in_another_database_is_refused(database_url, tmp_path):
 
     assert writes(other) == []
     other.dispose()
+
+
+def test_the_history_of_an_election_is_not_kept_for_ever(database_url):
+    """What leads once a minute leaves half a million terms a year, and a grant looks at them."""
+    with LeaderElection(database_url, "janitor").lead(timeout=10):
+        pass
+    store = SQLLeaseStore(database_url)
+    with store.engine.begin() as connection:
+        long_ago = datetime(2020, 1, 1, tzinfo=timezone.utc)
+        connection.execute(sa.update(term_table).values(ended_at=long_ago))
+    with LeaderElection(database_url, "janitor").lead(timeout=10):
+        assert [each.epoch for each in store.history("janitor", 10)] == [2]
+    store.dispose()
 
 
 @pytest.mark.postgresql
