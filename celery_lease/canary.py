@@ -25,6 +25,7 @@ from celery_lease.errors import (
 )
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.stores.base import Raised, Renewal
+from celery_lease.stores.leases import SCRATCH
 from celery_lease.stores.probe import Probe
 
 __all__ = ["UNKNOWN", "Canary", "Finding", "Status", "run"]
@@ -121,7 +122,7 @@ class Canary:
         self.ours = ours
         self.theirs = theirs
         self.rounds = rounds
-        self.name = f"celery-lease-check-{uuid.uuid4()}"
+        self.name = f"{SCRATCH}{uuid.uuid4()}"
         self._us, self._them = Holder.current(), Holder.current()
 
     def run(self) -> list[Finding]:
@@ -160,7 +161,7 @@ class Canary:
         try:
             self.ours.remove(self.name)
         except StoreError:
-            pass  # Said in the documentation of the command: one small row, never read again.
+            pass  # Said in the documentation of the command: two small rows.
 
     # --- the checks ---------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from celery_lease.stores.schema import (
     term_table,
 )
 
-__all__ = ["SQLLeaseStore"]
+__all__ = ["SCRATCH", "SQLLeaseStore"]
 
 
 class SQLLeaseStore(Repair):
@@ -69,6 +69,9 @@ class SQLLeaseStore(Repair):
     def _create(self) -> None:
         with self._translated(), self.database.schema_lock(self.engine) as connection:
             metadata.create_all(connection, checkfirst=True)
+            # It leaves out the indexes of a table that is there, where DDL commits by itself.
+            for index in (each for table in metadata.sorted_tables for each in table.indexes):
+                index.create(connection, checkfirst=True)
             # Last, so that tables without it are known to be half made.
             connection.execute(
                 self.database.insert_ignore(schema_table).values(id=1, version=SCHEMA_VERSION)
@@ -289,11 +292,14 @@ class SQLLeaseStore(Repair):
         return None if row is None else Fence(name=name, epoch=row.epoch, term=row.term)
 
     def list(self) -> Sequence[Lease]:
-        """Return all leases, by name."""
+        """Return all leases, by name, but for what checks left that may not delete."""
+        query = SEEN.where(lease_table.c.name.not_like(f"{SCRATCH}%"))
         with self._statement() as connection:
-            return [seen(each) for each in connection.execute(SEEN.order_by(lease_table.c.name))]
+            return [seen(each) for each in connection.execute(query.order_by(lease_table.c.name))]
 
 
+#: How the names of leases begin that were made to be tried out.
+SCRATCH = "celery-lease-check-"
 #: What a grant and its line of history have in common.
 _GRANT = ["name", "epoch", "term", "holder", "acquired_at"]
 

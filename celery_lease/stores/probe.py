@@ -93,8 +93,16 @@ class Probe(SQLLeaseStore):
         return False
 
     def remove(self, name: str) -> None:
-        """Delete all that a lease left in the tables."""
+        """Free a lease, and delete all that it left in the tables.
+
+        Raises:
+            NotWritable: Its two rows are left: a beat's role may not delete those.
+        """
+        ours = lease_table.c.name == name
         with self._transaction() as connection:
+            connection.execute(sa.update(lease_table).where(ours).values(holder=None))
             connection.execute(sa.delete(commit_table).where(commit_table.c.lease == name))
-            for table in (term_table, fence_table, lease_table):
-                connection.execute(sa.delete(table).where(table.c.name == name))
+            connection.execute(sa.delete(term_table).where(term_table.c.name == name))
+        with self._transaction() as connection:
+            connection.execute(sa.delete(fence_table).where(fence_table.c.name == name))
+            connection.execute(sa.delete(lease_table).where(ours))

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 import sqlalchemy as sa
 
+from celery_lease import canary
 from celery_lease.errors import NotWritable, StaleEpoch
 from celery_lease.guards.sqlalchemy import Guard, guarded
 from celery_lease.occurrence import Run, run_id
@@ -22,6 +23,7 @@ from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.ledger import SQLLedger
 from celery_lease.stores.retention import prune
+from celery_lease.stores.schema import metadata
 from tests.leases import NAME, expire, grant, opened, ticket
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -208,3 +210,17 @@ def test_a_worker_cannot(roles, statement):
 def _execute(engine: sa.Engine, statement: str) -> None:
     with translated(engine), engine.begin() as connection:
         connection.exec_driver_sql(statement)
+
+
+def test_a_check_under_a_beats_role_leaves_nothing_that_looks_like_a_lease(roles):
+    """It may not delete leases; one that nobody holds any more is what people watch for."""
+    findings = canary.run(roles.beat, {}, rounds=1, create=False)
+
+    assert canary.Status.FAILED not in {each.status for each in findings}
+    with opened(roles.owner) as store:
+        assert [each.name for each in store.list()] == [NAME]
+        with store.engine.connect() as connection:
+            for table in metadata.sorted_tables:
+                count = connection.scalar(sa.select(sa.func.count()).select_from(table))
+                kept = {"celery_lease": 2, "celery_lease_fence": 2, "celery_lease_schema": 1}
+                assert count == kept.get(table.name, 0), table.name

@@ -16,6 +16,7 @@ from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.guarded import guarded
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.ledger import SQLLedger
+from celery_lease.stores.probe import Probe
 from celery_lease.stores.retention import prune
 from celery_lease.stores.schema import SCHEMA_VERSION, metadata, schema_table
 from tests.leases import NAME, grant, opened, ticket
@@ -64,6 +65,33 @@ def test_half_made_tables_are_completed(database_url):
         assert grant(store).epoch == 1
 
 
+def test_indexes_that_a_broken_start_left_out_are_made(database_url):
+    """MySQL commits each table by itself; without its indexes a takeover reads a whole ledger."""
+    engine = sa.create_engine(database_url)
+    metadata.create_all(engine)
+    for table in metadata.sorted_tables:
+        for index in table.indexes:
+            index.drop(engine)
+
+    with opened(database_url):
+        there = sa.inspect(engine)
+        for table in metadata.sorted_tables:
+            names = {each["name"] for each in there.get_indexes(table.name)}
+            assert {index.name for index in table.indexes} <= names
+    engine.dispose()
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("style", ["German", "SQL, DMY", "Postgres"])
+def test_a_database_that_writes_dates_another_way_is_read(postgresql, postgresql_url, style):
+    """The driver reads ISO alone; a grant whose row cannot be read would be nobody's."""
+    name = sa.make_url(postgresql_url).database
+    postgresql.execute(f"ALTER DATABASE {name} SET datestyle = '{style}'")
+    with opened(postgresql_url) as store:
+        term = grant(store)
+        assert store.read(NAME).expires_at > term.acquired_at
+
+
 @pytest.mark.postgresql
 def test_a_leader_finds_the_tables_in_a_schema_of_their_own(postgresql_url):
     """Where ``beat_lease_engine_options`` says so: its own guard too."""
@@ -79,6 +107,23 @@ def test_a_leader_finds_the_tables_in_a_schema_of_their_own(postgresql_url):
     with guarded(store.engine, term, 5.0):
         pass
     store.dispose()
+
+
+@pytest.mark.postgresql
+def test_what_is_wrong_with_tables_in_a_schema_of_their_own_is_found(postgresql_url):
+    """They are looked for where they are, and not where the search path leads."""
+    options = {"execution_options": {"schema_translate_map": {None: "Own"}}}
+    probe = Probe(postgresql_url, options)
+    with probe.engine.begin() as connection:
+        connection.exec_driver_sql('CREATE SCHEMA "Own"')
+    probe.prepare(create=True)
+    with probe.engine.begin() as connection:
+        connection.exec_driver_sql('ALTER TABLE "Own".celery_lease_fence SET UNLOGGED')
+
+    assert "celery_lease_fence is UNLOGGED: a crash empties it" in [
+        each.text for each in probe.weaknesses() if each.certain
+    ]
+    probe.dispose()
 
 
 # --- plans --------------------------------------------------------------------------------

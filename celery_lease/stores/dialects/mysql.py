@@ -138,8 +138,11 @@ class MySQL(Database):
         """Look for engines without transactions, and for commits that do not wait for the disk."""
         tables = sa.text(
             "SELECT table_name, engine FROM information_schema.tables "
-            "WHERE table_schema = DATABASE() AND table_name IN :tables"
-        ).bindparams(sa.bindparam("tables", list(metadata.tables), expanding=True))
+            "WHERE table_schema = COALESCE(:schema, DATABASE()) AND table_name IN :tables"
+        ).bindparams(
+            sa.bindparam("schema", connection.schema_for_object(commit_table)),
+            sa.bindparam("tables", list(metadata.tables), expanding=True),
+        )
         found = [
             Weakness(True, f"{name} is in {engine}, which knows no transactions; use InnoDB")
             for name, engine in connection.execute(tables)
@@ -148,6 +151,14 @@ class MySQL(Database):
         flush = connection.execute(sa.text("SELECT @@innodb_flush_log_at_trx_commit")).scalar()
         if int(flush or 0) != 1:
             text = f"innodb_flush_log_at_trx_commit = {flush}: a crash can lose commits"
+            found.append(Weakness(False, text))
+        cluster = connection.execute(sa.text("SHOW GLOBAL STATUS LIKE 'wsrep_cluster_size'"))
+        nodes = int(row[1]) if (row := cluster.first()) is not None else 0
+        if nodes > 1:
+            text = (
+                f"a Galera cluster of {nodes} nodes, between which no lock is shared: all beats "
+                f"and workers must write to one node"
+            )
             found.append(Weakness(False, text))
         return found
 

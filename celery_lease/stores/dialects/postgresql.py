@@ -89,6 +89,8 @@ class PostgreSQL(OnConflict):
             "statement_timeout": _ms(statement_wait),
             _IDLE: _ms(2 * statement_wait),
             "synchronous_commit": "on",
+            # The one style whose times psycopg reads.
+            "datestyle": "ISO",
         }
         calls = (f"set_config('{key}', '{value}', false)" for key, value in settings.items())
         cursor = dbapi.cursor()
@@ -119,12 +121,15 @@ class PostgreSQL(OnConflict):
 
     def weaknesses(self, connection: sa.Connection) -> list[Weakness]:
         """Look for tables that a crash empties, and for commits that do not wait for the disk."""
+        quote = connection.dialect.identifier_preparer.quote
+        schema = connection.schema_for_object(commit_table)
+        where = "" if schema is None else f"{quote(schema)}."
         unlogged = connection.execute(
             sa.text(
                 "SELECT relname FROM pg_class WHERE relpersistence = 'u' "
                 "AND oid = ANY (SELECT to_regclass(t) FROM unnest(CAST(:tables AS text[])) AS t)"
             ),
-            {"tables": list(metadata.tables)},
+            {"tables": [where + quote(each) for each in metadata.tables]},
         ).scalars()
         found = [Weakness(True, f"{table} is UNLOGGED: a crash empties it") for table in unlogged]
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
