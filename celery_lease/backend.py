@@ -11,10 +11,12 @@ import logging
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from celery import Celery, states
+from celery.app import trace as celery_trace
 from celery.app.task import Context
 from celery.backends.rpc import RPCBackend
 from celery.exceptions import TimeLimitExceeded
@@ -35,6 +37,7 @@ from celery_lease.stores.fences import FenceStore, Ticket, refusal
 __all__ = [
     "GuardedBackend",
     "fence_store",
+    "ignores_result",
     "mark_refused",
     "ticket_of",
     "took_in",
@@ -95,16 +98,27 @@ def vouch(request: Any) -> None:
     _vouched.add(request)
 
 
-def without_run(request: Any, stamp: Stamp) -> Any:
-    """Return a child's request whose failure does not end the run as well.
+def without_run(task: Any, request: Any, stamp: Stamp) -> Any:
+    """Return a stale child's request whose failure does not end the run as well.
 
-    After ``replace(chain(…))`` the chain's last step has the run's id, which another
-    attempt ends.
+    After ``replace(chain(…))`` the last step has the run's id, which another attempt ends:
+    the run is marked refused, as where its own message is turned away.
     """
     if not _ends_run(request, stamp):
         return request
-    others = [each for each in request.chain if stamp.run not in _ids(each)]
-    return Context(vars(request), chain=others)
+    mark_refused(fence_store(task.app), ticket_of(stamp, stamp.run))
+    kept = [each for each in request.chain or () if stamp.run not in _ids(each)]
+    chord = request.chord if request.chord and stamp.run not in _ids(request.chord) else None
+    return Context(vars(request), chain=kept, chord=chord)
+
+
+def ignores_result(task: Any, request: Any) -> bool:
+    """Return whether Celery would store no result of this call."""
+    # What the call says goes before what the task says, from Celery 5.6 on.
+    actual = getattr(celery_trace, "get_actual_ignore_result", None)
+    if actual is not None:
+        return bool(actual(task, request))
+    return bool(request.ignore_result or task.ignore_result)
 
 
 class GuardedBackend:
@@ -193,7 +207,7 @@ class GuardedBackend:
         stamp = current_stamp()
         if stamp is not None and stamp.run == task_id:
             body = Context(id=task_id)
-            if self._settle(body, stamp, "failed", task_id=task_id) is not None:
+            if self._settle(body, stamp, "failed", _ticket_of_step(stamp)) is not None:
                 return None
         return self.real.fail_from_current_stack(task_id, exc=exc)
 
@@ -237,17 +251,18 @@ class GuardedBackend:
             return store(request, True)
         with _lent_to_parent(stamp):
             if request not in _vouched:
-                refused = self._settle(request, stamp, outcome, task_id=request.id, raised=raised)
+                ticket = ticket_of(stamp, request.id)
+                refused = self._settle(request, stamp, outcome, ticket, raised)
                 if refused is not None:
                     # The id of a child belongs to one attempt: chord and chain wait for an end.
                     child = request.id != stamp.run
                     if child and isinstance(refused, (StaleEpoch, MissingFence)):
-                        return store(without_run(request, stamp), False)
+                        return store(without_run(self._task, request, stamp), False)
                     return None
             if outcome == "failed" and _ends_run(request, stamp):
-                refused = self._settle(request, stamp, outcome, task_id=stamp.run)
+                refused = self._settle(request, stamp, outcome, _ticket_of_step(stamp))
                 if refused is not None:
-                    request = without_run(request, stamp)
+                    request = without_run(self._task, request, stamp)
             return store(request, True)
 
     def _settle(
@@ -255,21 +270,20 @@ class GuardedBackend:
         request: Any,
         stamp: Stamp,
         outcome: str,
-        *,
-        task_id: str,
+        ticket: Ticket,
         raised: BaseException | None = None,
     ) -> CeleryLeaseError | None:
-        """Record *outcome* of a task; return why it could not be."""
+        """Record *outcome* of the ticket's task; return why it could not be."""
         if isinstance(raised, MissingFence) and request not in _shown:
             # Never admitted. Where the lease's table alone is away, as in the middle of a
             # migration, settling would still find the fence, and nobody would run it again.
             return self._withhold(request, outcome, raised)
-        ticket = ticket_of(stamp, task_id)
         try:
             fences = fence_store(self._task.app)
             fences.settle(ticket, outcome)
         except (StaleEpoch, AlreadySettled) as error:
-            if isinstance(error, AlreadySettled) and not self._has_result(task_id):
+            current = getattr(error, "current_epoch", None) == stamp.epoch
+            if current and not self._has_result(request, ticket.task_id):
                 # The process died between its commit and its result.
                 return None
             if isinstance(error, StaleEpoch):
@@ -298,10 +312,10 @@ class GuardedBackend:
         )
         return error
 
-    def _has_result(self, task_id: str) -> bool:
+    def _has_result(self, request: Any, task_id: str) -> bool:
         """Return whether the task's end is in the result store; in doubt, it is."""
-        # Results of rpc:// lie in the caller's queue.
-        if isinstance(self.real, RPCBackend):
+        # Results of rpc:// lie in the caller's queue, and some are nowhere.
+        if isinstance(self.real, RPCBackend) or ignores_result(self._task, request):
             return True
         try:
             return self.real.get_state(task_id) in states.READY_STATES
@@ -331,16 +345,33 @@ def _stamp_of(request: Any) -> Stamp | None:
         return None  # Refused at its start, with that error.
 
 
+def _ticket_of_step(stamp: Stamp) -> Ticket:
+    """Return what a child shows that ends its run: the same for each of one attempt.
+
+    A failure is reported in several ways, and each of them finds its own outcome.
+    """
+    attempt = uuid.uuid5(uuid.NAMESPACE_OID, f"{stamp.run} {stamp.epoch} {stamp.term}")
+    return replace(ticket_of(stamp, stamp.run), execution=str(attempt))
+
+
 def _ends_run(request: Any, stamp: Stamp) -> bool:
     """Return whether what fails with this child has the run's id."""
-    chain = request.chain or ()
-    return request.id != stamp.run and any(stamp.run in _ids(each) for each in chain)
+    if request.id == stamp.run:
+        return False
+    follow = [*(request.chain or ()), request.chord]
+    return any(stamp.run in _ids(each) for each in follow if each)
 
 
 def _ids(step: Any) -> set[Any]:
-    """Return the ids that fail with a step of a chain: its own, and its body's of a chord."""
-    body = (step.get("kwargs") or {}).get("body") if step.get("subtask_type") == "chord" else None
-    return {each["options"].get("task_id") for each in (step, body) if each}
+    """Return the ids that fail with a step: its own, and of what it is made of and leads to."""
+    options, inner = step["options"], step.get("kwargs") or {}
+    kind = step.get("subtask_type")
+    follow = [*(options.get("chain") or ()), options.get("chord")]
+    if kind == "chord":
+        follow.append(inner.get("body"))
+    elif kind == "chain":
+        follow += (inner.get("tasks") or ())[-1:]
+    return {options.get("task_id")}.union(*(_ids(each) for each in follow if each))
 
 
 def _lent_to_parent(stamp: Stamp) -> AbstractContextManager[None]:

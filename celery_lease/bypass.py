@@ -95,7 +95,10 @@ def _reaches(function: Any, base: type[Any]) -> bool:
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is not None and "__call__" in code.co_names:
-            names = inspect.getclosurevars(function)
+            try:
+                names = inspect.getclosurevars(function)
+            except ValueError:  # It is assigned later, in the function around it.
+                return bool({"super", base.__name__} & {*code.co_names})
             found = [*names.nonlocals.values(), *names.globals.values()]
             return (
                 "super" in names.builtins

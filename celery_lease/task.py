@@ -17,13 +17,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from celery import Celery, Task
-from celery.app import trace as celery_trace
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.exceptions import OperationalError
 
 from celery_lease.backend import (
     GuardedBackend,
     fence_store,
+    ignores_result,
     mark_refused,
     ticket_of,
     took_in,
@@ -251,9 +251,10 @@ class FencedTask(_Task):
             try_later(self, request, error)
         else:
             outcome = _outcome(fence, error)
-            if outcome is None:
-                if error is None and not request.is_eager:
-                    self._let_pass(fence, request, stamp)
+            in_place = request.is_eager and outcome == "failed"
+            if fence.handed_on and (error is None or in_place):
+                self._let_pass(fence, request, stamp)
+            if outcome is None or (fence.handed_on and in_place):
                 return
             try:
                 self._patiently(lambda: fence.settle(outcome))
@@ -273,7 +274,9 @@ class FencedTask(_Task):
         try:
             self._patiently(fence.check)
         except (StaleEpoch, AlreadySettled) as refused:
-            self._turn_away(request, stamp, fence.ticket, refused, "settle")
+            # An eager replacement ran in place, and settled the run.
+            if isinstance(refused, StaleEpoch) or not request.is_eager:
+                self._turn_away(request, stamp, fence.ticket, refused, "settle")
         except _AWAY as error:
             # Not to be tried later: the next attempt is on its way already.
             raise Ignore(str(error)) from error
@@ -305,8 +308,8 @@ class FencedTask(_Task):
                 self.backend.real.mark_as_failure(
                     request.id,
                     error,
-                    request=without_run(request, stamp),
-                    store_result=not _ignores_result(self, request)
+                    request=without_run(self, request, stamp),
+                    store_result=not ignores_result(self, request)
                     or self.store_errors_even_if_ignored,
                     call_errbacks=False,
                 )
@@ -380,6 +383,11 @@ class FencedTask(_Task):
         Raises:
             UnsafeTransaction: This worker does not know which of the two it is.
         """
+        if self.request.is_eager:
+            # Here and now, under this id: how that ends is the end of the run.
+            _free_steps(sig)
+            self._settle_for(sig)
+            return super().on_replace(sig)
         with self._handing_on():
             self._settle_for(sig)
             return super().on_replace(sig)
@@ -520,15 +528,6 @@ def _behind(body: _Body | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def _ignores_result(task: Any, request: Any) -> bool:
-    """Return whether Celery would store no result of this call."""
-    # What the call says goes before what the task says, from Celery 5.6 on.
-    actual = getattr(celery_trace, "get_actual_ignore_result", None)
-    if actual is not None:
-        return bool(actual(task, request))
-    return bool(request.ignore_result or task.ignore_result)
-
-
 def _outcome(fence: TaskFence, error: Exception | None) -> str | None:
     """Return how a body that ended so is recorded; None where it goes on elsewhere."""
     if isinstance(error, Retry) or (
@@ -538,6 +537,15 @@ def _outcome(fence: TaskFence, error: Exception | None) -> str | None:
     if error is None or isinstance(error, Ignore):
         return None if fence.handed_on else "committed"
     return "failed"
+
+
+def _free_steps(sig: Any) -> None:
+    """Let each step of a chain keep its own id: an eager one gives them all the chain's."""
+    if sig.get("subtask_type") == "chain":
+        sig.options.pop("task_id", None)
+    body = getattr(sig, "body", None)
+    for each in [body] if body is not None else getattr(sig, "tasks", None) or ():
+        _free_steps(each)
 
 
 def _with_id(sig: Any, task_id: str) -> Any:

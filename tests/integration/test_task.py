@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from billiard.exceptions import WorkerLostError
 from celery import Task
+from celery.app.task import Context
 from celery.contrib.abortable import AbortableTask
 from celery.exceptions import Ignore, Reject
 from kombu.exceptions import OperationalError
@@ -944,6 +946,25 @@ def test_a_call_method_behind_the_fence_is_a_configuration_error(workshop: Works
             pass
 
 
+def test_a_call_method_that_names_what_is_assigned_later_is_fine(workshop: Workshop) -> None:
+    """As in a factory of apps; nothing is known yet of what it names."""
+
+    class InContext(FencedTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            called.append(self.request.id)
+            return super().__call__(*args, **kwargs)
+
+    @workshop.plain(base=InContext, bind=True, lazy=False)
+    def write(self: FencedTask) -> None:
+        pass
+
+    called: list[str] = []
+    result = run(write, under=workshop.lease)
+    assert called == [result.id]
+
+
 @pytest.mark.parametrize("how", ["super", "named"])
 def test_a_base_with_a_call_method_stands_before_the_fence(workshop: Workshop, how: str) -> None:
     """An application's context is there for messages as well."""
@@ -1049,6 +1070,38 @@ def _traced(engine: sa.Engine) -> list[str]:
 
     engine.dispose()  # for connections that are listened to from their start
     return seen
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_process_that_is_lost_after_another_delivery_succeeded_is_no_failure(
+    workshop: Workshop, stale: bool, ignored: bool
+) -> None:
+    """Its parent cannot find a result where none is stored, and must not take that for a loss."""
+
+    @workshop.task(name="errback")
+    def errback(self: FencedTask, task_id: str) -> None:
+        raise AssertionError("the run is committed")
+
+    @workshop.task(name="work", ignore_result=ignored)
+    def work(self: FencedTask) -> None:
+        pass
+
+    first = workshop.lease
+    with workshop.worker():
+        result = first.dispatch(work)
+        workshop.wait(result.id)
+    if stale:
+        result = first.dispatch(work)
+        again = first.depose()
+        with workshop.worker():
+            work.apply_async(**again.options(result.id))
+            workshop.wait(result.id, times=2)
+    stamps = first.stamp(result.id).stamps()
+    lost = Context(id=result.id, stamps=stamps, errbacks=[errback.s()])
+    work.backend.mark_as_failure(result.id, WorkerLostError("killed"), request=lost)
+    assert "errback" not in {name for name, _, _ in workshop.published}
+    assert workshop.refusals[-1]["reason"] == ("stale" if stale else "duplicate")
 
 
 @pytest.mark.parametrize("first", [False, True])
