@@ -17,11 +17,12 @@ from celery_lease.elector import Elector
 from celery_lease.errors import StoreError
 from celery_lease.interrupts import put_off
 from celery_lease.lease import Term
-from celery_lease.occurrence import Run, RunState
+from celery_lease.occurrence import Occurrence, Run, RunState
 from celery_lease.publish import FLUSH, Undelivered, Unsent
+from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.ledger import SQLLedger
 
-__all__ = ["BATCH", "Dispatcher", "fields"]
+__all__ = ["BATCH", "REMOVED", "Dispatcher", "fields"]
 
 logger = logging.getLogger("celery_lease.scheduler")
 
@@ -32,6 +33,8 @@ BATCH = 500
 BACKOFF = (1.0, 5.0)
 #: Seconds at most until a message is tried again whose making raised an error.
 PATIENCE = 60.0
+#: Why a run is skipped whose entry is gone.
+REMOVED = "entry removed"
 
 
 class Dispatcher:
@@ -120,12 +123,14 @@ class Dispatcher:
                     self._suspect(term, chunk, error)
                 else:
                     self._away, self._delay = False, 0.0
+                    # All of these first: the database may fail us over one of the others.
+                    for run in chunk:
+                        if run.id not in unsent:
+                            sent.append(run.id)
+                            self._unmade.pop(run.id, None)
                     for run in chunk:
                         if run.id in unsent:
                             self._not_made(term, run, unsent[run.id])
-                        else:
-                            sent.append(run.id)
-                            self._unmade.pop(run.id, None)
                 done += len(chunk)
         finally:
             self._mark(term, sent)
@@ -147,7 +152,7 @@ class Dispatcher:
             self._postpone(term, runs[BATCH:])
 
     def end(self, term: Term, runs: Sequence[Run], state: RunState, reason: str) -> None:
-        """End runs for good, and say so.
+        """End runs for good, and tell the log and, of skipped ones, the signal's receivers.
 
         Args:
             term: Our term.
@@ -168,6 +173,8 @@ class Dispatcher:
                 reason,
                 extra={"action": f"run-{state.value}", **fields(term, run)},
             )
+            if state is RunState.SKIPPED:
+                _announce_skipped(term, run, reason)
 
     def _flushes(self, runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
         """Yield runs in flushes; what was turned away in company goes out alone."""
@@ -215,8 +222,11 @@ class Dispatcher:
         )
 
     def _not_made(self, term: Term, run: Run, unsent: Unsent) -> None:
-        """Fail a run whose message can never be made; try any other again, ever less often."""
+        """End a run that can never have a message; try any other again, ever less often."""
         times, _ = self._unmade.pop(run.id, (0, 0.0))
+        if unsent.removed:
+            self.end(term, [run], RunState.SKIPPED, REMOVED)
+            return
         if unsent.lasting:
             self._fail(term, run, unsent.reason)
             return
@@ -276,3 +286,15 @@ def fields(term: Term, run: Run) -> dict[str, Any]:
         "lease_run": run.id,
         "lease_entry": run.entry,
     }
+
+
+def _announce_skipped(term: Term, run: Run, reason: str) -> None:
+    occurrence_skipped.send(
+        sender=term.name,
+        occurrence=Occurrence(
+            lease=term.name, entry=run.entry, due_at=run.due_at, attempt=run.attempt
+        ),
+        reason=reason,
+        count=1,
+        until=run.due_at,
+    )

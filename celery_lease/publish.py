@@ -58,6 +58,8 @@ class Unsent(NamedTuple):
     reason: str
     #: Whether the same message can never be made.
     lasting: bool
+    #: Whether there is nothing to make it of: the entry is gone.
+    removed: bool = False
 
 
 class Publisher:

@@ -14,12 +14,11 @@ from datetime import datetime
 from typing import Any
 
 from celery_lease.clock import rising
-from celery_lease.dispatch import BATCH, Dispatcher, fields
+from celery_lease.dispatch import BATCH, REMOVED, Dispatcher, fields
 from celery_lease.entry import wishes_of
 from celery_lease.lease import Term
-from celery_lease.occurrence import Occurrence, Run, RunState
+from celery_lease.occurrence import Run, RunState
 from celery_lease.settings import Settings
-from celery_lease.signals import occurrence_skipped
 
 __all__ = ["Recovery"]
 
@@ -159,8 +158,6 @@ class Recovery:
                 again.append(replace(run, fenced=self._is_fenced(entry)))
         for (state, reason), some in endings.items():
             self._dispatcher.end(term, some, state, reason)
-            if state is RunState.SKIPPED:
-                _announce_skipped(term, some, reason)
         got = self._ledger.reclaim(term, again)
         for run in again:
             if run.id in got:
@@ -172,7 +169,7 @@ class Recovery:
     def _ending(self, run: Run, entry: Any, now: datetime) -> tuple[RunState, str] | None:
         """Return why a run is not to be sent again; None if it is."""
         if entry is None:
-            return RunState.SKIPPED, "entry removed"
+            return RunState.SKIPPED, REMOVED
         wishes = wishes_of(entry)
         misfire = wishes.on_misfire(self._settings)
         sent = run.published_at is not None or run.state is RunState.REFUSED
@@ -200,17 +197,4 @@ class Recovery:
             term.epoch,
             run.attempt + 1,
             extra={"action": "run-again", **fields(term, run)},
-        )
-
-
-def _announce_skipped(term: Term, runs: Sequence[Run], reason: str) -> None:
-    for run in runs:
-        occurrence_skipped.send(
-            sender=term.name,
-            occurrence=Occurrence(
-                lease=term.name, entry=run.entry, due_at=run.due_at, attempt=run.attempt
-            ),
-            reason=reason,
-            count=1,
-            until=run.due_at,
         )

@@ -45,7 +45,7 @@ class Sending:
 
 
 class _Removed(LookupError):
-    """An entry was removed while its run waited: recovery records that it is skipped."""
+    """An entry was removed while its run waited: there is nothing to send."""
 
 
 class LeasedSends(LeaseParts):
@@ -214,6 +214,7 @@ class LeasedSends(LeaseParts):
             each.run.id: Unsent(
                 reason=said(each.trouble),
                 lasting=not self.publisher.is_delivery(each.trouble),
+                removed=isinstance(each.trouble, _Removed),
             )
             for each in sendings
             if each.trouble is not None
@@ -247,8 +248,7 @@ class LeasedSends(LeaseParts):
         trouble = sending.trouble
         if trouble is None:
             return
-        brokers = self.publisher.raised(trouble) and self.publisher.is_delivery(trouble)
-        if brokers or isinstance(trouble, _Removed):
+        if self.publisher.raised(trouble) and self.publisher.is_delivery(trouble):
             raise trouble
 
     def _apply(self, run: Run, producer: Any) -> None:

@@ -14,7 +14,7 @@ from celery.beat import BeatLazyFunc, EmbeddedService, Scheduler, Service
 from celery.schedules import crontab
 
 from celery_lease import leading, recovery
-from celery_lease.errors import StoreUnavailable
+from celery_lease.errors import StoreContention, StoreUnavailable
 from celery_lease.publish import Undelivered
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.schema import commit_table, run_table
@@ -418,6 +418,59 @@ def test_a_run_that_waits_while_its_entry_is_removed_is_skipped(cluster):
 
     assert cluster.messages() == []
     assert cluster.runs("state", "reason") == [("skipped", "entry removed")]
+
+
+def waiting_while_m_is_removed(cluster):
+    """Have three runs wait for the broker, the middle one's entry gone; return the beat."""
+    beat = cluster.beat({each: {"schedule": 60.0} for each in "amz"}).go()
+    beat.before_flush = no_broker
+    beat.at(seconds=61).tick()
+    del beat.schedule["m"]
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    return beat.at(seconds=62)
+
+
+def test_an_entry_that_is_removed_costs_the_others_of_its_flush_nothing(cluster, caplog):
+    """Those before it went out a second time, under the same id: a plain task ran twice."""
+    told = []
+
+    def note(occurrence, reason, **_):
+        told.append((occurrence.entry, reason))
+
+    beat = waiting_while_m_is_removed(cluster)
+    occurrence_skipped.connect(note, weak=False)
+    try:
+        beat.go().go()
+    finally:
+        occurrence_skipped.disconnect(note)
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["a", "z"]
+    assert dict(cluster.runs("entry", "state")) == {
+        "a": "published",
+        "m": "skipped",
+        "z": "published",
+    }
+    assert told == [("m", "entry removed")]
+    assert "beat could not do its turn" not in caplog.text
+
+
+def test_a_database_that_fails_over_one_run_does_not_cost_the_others_a_second_message(
+    cluster, monkeypatch
+):
+    """What the broker has is marked, whatever becomes of a run that it does not have."""
+
+    def deadlock(*_args):
+        raise StoreContention("a deadlock")
+
+    beat = waiting_while_m_is_removed(cluster)
+    with monkeypatch.context() as once:
+        once.setattr(beat.dispatcher.ledger, "end", deadlock)
+        beat.tick()
+    beat.go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["a", "z"]
+    assert cluster.runs("state", "reason")[1] == ("skipped", "entry removed")
 
 
 def _says_what_no_database_keeps():
