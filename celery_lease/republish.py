@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn, cast
 
 from celery import Task
 from celery.exceptions import Ignore, Reject
+from kombu import exceptions
+from kombu.serialization import registry  # type: ignore[attr-defined] # the stubs forget it
 
+from celery_lease.backend import fence_store, mark_refused, ticket_of, without_run
 from celery_lease.clock import rising
 from celery_lease.errors import StoreError
 from celery_lease.stamp import Stamp
@@ -21,6 +25,10 @@ logger = logging.getLogger("celery_lease.task")
 FIRST_COUNTDOWN, LAST_COUNTDOWN = 5.0, 60.0
 #: Message header: how often this message has waited for the lease database.
 _WAITS = "lease_waits"
+#: What a serializer raises that does not do for a message.
+_UNFIT = (exceptions.EncodeError, exceptions.SerializerNotInstalled)
+#: What a broker raises that is away.
+_BROKER_AWAY = (exceptions.OperationalError, OSError)
 
 
 def try_later(task: Any, request: Any, error: StoreError) -> NoReturn:
@@ -32,7 +40,8 @@ def try_later(task: Any, request: Any, error: StoreError) -> NoReturn:
         error: Why nothing can be known.
 
     Raises:
-        Ignore: Always; an eager task raises *error* itself.
+        Ignore: It is published again, or cannot be; an eager task raises *error* itself.
+        Reject: It cannot be now, and goes back to its queue.
     """
     if request.is_eager:
         raise error
@@ -67,6 +76,10 @@ def carry_on(task: Any, request: Any, stamp: Stamp) -> None:
         task: The task.
         request: Its request.
         stamp: The new stamp.
+
+    Raises:
+        Ignore: It cannot be published.
+        Reject: It cannot be now, and goes back to its queue.
     """
     old = Stamp.of(request)
     _publish(task, request, stamp)
@@ -92,7 +105,58 @@ def _publish(task: Any, request: Any, stamp: Stamp | None = None, **options: Any
     if stamp is not None:
         signature.options.update(stamp.options(signature.options))
     try:
-        signature.apply_async(add_to_parent=False)
+        _send(signature, _serializers(task, request))
     except Exception as error:
-        # Neither database nor broker: all that is left is the message as it is.
-        raise Reject(error, requeue=True) from error
+        # Without a stamp it only waits for the lease database: the message as it is will do
+        # once that is back, and until then each delivery waits for it.
+        passes = stamp is None or isinstance(error, _BROKER_AWAY)
+        if task.acks_late and passes:
+            raise Reject(error, requeue=True) from error
+        _end_here(task, request, error)
+
+
+def _send(signature: Any, serializers: Iterable[str]) -> None:
+    """Publish with the first serializer that does for the message."""
+    unfit: Exception | None = None
+    for each in serializers:
+        try:
+            signature.apply_async(add_to_parent=False, serializer=each)
+        except _UNFIT as error:
+            unfit = unfit or error
+        else:
+            return
+    if unfit is not None:
+        raise unfit
+
+
+def _serializers(task: Any, request: Any) -> list[str]:
+    """Return the serializers to try: the call may have named another one than the task's.
+
+    Only AMQP tells a task which one it came with.
+    """
+    came_with = (request.properties or {}).get("content_type")
+    types = [came_with, task.serializer, *(task.app.conf.accept_content or ())]
+    names = (registry.type_to_name.get(each, each) for each in types if each)
+    return list(dict.fromkeys(names))
+
+
+def _end_here(task: Any, request: Any, error: Exception) -> NoReturn:
+    """End a message that goes no further: its run is sent again, who waits for a child is told."""
+    stamp = cast("Stamp", Stamp.of(request))  # nothing else is published again
+    child = request.id != stamp.run
+    logger.error(
+        "Task not published again: %s[%s] ends here, and its %s: %r",
+        task.name,
+        request.id,
+        "result is FAILURE" if child else "run is to be dispatched again",
+        error,
+        extra={"action": "task-not-published", "task_name": task.name, "task_id": request.id},
+    )
+    if child:
+        # Chord, chain and get() wait for an end. Errbacks are not for what may be stale.
+        task.backend.real.mark_as_failure(
+            request.id, error, request=without_run(request, stamp), call_errbacks=False
+        )
+    else:
+        mark_refused(fence_store(task.app), ticket_of(stamp, request.id))
+    raise Ignore(f"not published again: {error}") from error

@@ -1,0 +1,174 @@
+"""A message that is to be published again, and cannot be as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from kombu.exceptions import OperationalError
+
+from celery_lease import FencedTask, Occurrence, StoreUnavailable
+from celery_lease.backend import fence_store
+from tests.integration.workshop import Workshop
+
+#: What JSON has no word for.
+NO_JSON = 1j
+BOTH = {"accept_content": ["json", "pickle"]}
+
+
+@pytest.fixture
+def workshop(sqlite_url: str, workshops: Callable[..., Workshop]) -> Workshop:
+    """A workshop that takes pickle too, and sends JSON."""
+    return workshops(sqlite_url, **BOTH)
+
+
+@pytest.fixture
+def broker_errors(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """What the next messages raise, once each, the last one first."""
+    errors: list[Exception] = []
+    publish = workshop.app.amqp.send_task_message
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return publish(*arguments, **options)
+
+    monkeypatch.setattr(workshop.app.amqp, "send_task_message", failing)
+    return errors
+
+
+def writing(workshop: Workshop, **options: Any) -> Any:
+    """Return a task that writes what it is given."""
+
+    @workshop.task(name="write", **options)
+    def write(self: FencedTask, value: Any) -> None:
+        workshop.write(self, repr(value))
+
+    return write
+
+
+def send_consequence(workshop: Workshop, task: Any, value: Any, **options: Any) -> str:
+    """Send a child of a plain task's run, and have a takeover before it comes; return its id."""
+    run = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
+    workshop.lease.record(run, fenced=False)
+    stamped = workshop.lease.stamp(run.run_id).options(options)
+    child_id: str = task.apply_async((value,), **stamped).id
+    workshop.lease.depose()
+    return child_id
+
+
+def lease_database_away(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, *, times: int
+) -> None:
+    """Have the lease database not answer so many questions about the fence."""
+    store = fence_store(workshop.app)
+    look, away = store.look, [True] * times
+
+    def failing(*arguments: Any) -> Any:
+        if away:
+            away.pop()
+            raise StoreUnavailable("connection refused")
+        return look(*arguments)
+
+    monkeypatch.setattr(store, "look", failing)
+
+
+# --- how it is serialised -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_consequence_is_carried_on_though_its_call_named_another_serializer(
+    workshop: Workshop, acks_late: bool
+) -> None:
+    """With late acknowledgement it was requeued without end, and lost without a trace else."""
+    write = writing(workshop, acks_late=acks_late)
+    child = send_consequence(workshop, write, NO_JSON, serializer="pickle")
+    with workshop.worker():
+        assert workshop.wait(child, times=2) == "SUCCESS"
+    assert [state for _, _, state in workshop.ended] == ["IGNORED", "SUCCESS"]
+    assert workshop.notes() == [(repr(NO_JSON), 2)]
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_message_of_another_serializer_is_postponed(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, acks_late: bool
+) -> None:
+    """A database that is away for a moment costs no run."""
+    monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
+    lease_database_away(workshop, monkeypatch, times=1)
+    write = writing(workshop, acks_late=acks_late, lease_patience=0)
+    run = workshop.lease.dispatch(write, (NO_JSON,), serializer="pickle").id
+    with workshop.worker():
+        assert workshop.wait(run, times=2) == "SUCCESS"
+    assert workshop.notes() == [(repr(NO_JSON), 1)]
+    assert workshop.logged("task-not-published") == []
+
+
+@pytest.mark.rabbitmq
+def test_rabbitmq_tells_how_a_message_was_serialised(
+    sqlite_url: str, rabbitmq_url: str, workshops: Callable[..., Workshop]
+) -> None:
+    """JSON would do for a tuple, and make a list of it."""
+    workshop = workshops(sqlite_url, broker_url=rabbitmq_url, **BOTH)
+    child = send_consequence(workshop, writing(workshop), ("a", 1), serializer="pickle")
+    with workshop.worker():
+        assert workshop.wait(child, times=2) == "SUCCESS"
+    assert workshop.notes() == [("('a', 1)", 2)]
+
+
+# --- where it cannot be published ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_consequence_of_which_no_message_can_be_made_ends_as_failed(
+    workshop: Workshop, broker_errors: list[Exception], acks_late: bool
+) -> None:
+    """Delivered again it would come to the same end, and somebody waits for its result."""
+    child = send_consequence(workshop, writing(workshop, acks_late=acks_late), "x")
+    broker_errors.append(ValueError("no such queue"))
+    with workshop.worker():
+        assert workshop.wait(child) == "IGNORED"
+    assert workshop.result_state(child) == "FAILURE"
+    assert "no such queue" in str(workshop.app.AsyncResult(child).result)
+    (record,) = workshop.logged("task-not-published")
+    assert f"write[{child}] ends here, and its result is FAILURE" in record.getMessage()
+    assert len(workshop.ended) == 1
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_consequence_that_the_broker_does_not_take_goes_back_or_ends(
+    workshop: Workshop, broker_errors: list[Exception], acks_late: bool
+) -> None:
+    """Acknowledged early it is nowhere any more: its chord would wait for ever."""
+    child = send_consequence(workshop, writing(workshop, acks_late=acks_late), "x")
+    broker_errors.append(OperationalError("the broker is away"))
+    with workshop.worker():
+        workshop.wait(child, times=3 if acks_late else 1)
+    states = [state for _, _, state in workshop.ended]
+    assert states == (["REJECTED", "IGNORED", "SUCCESS"] if acks_late else ["IGNORED"])
+    assert workshop.result_state(child) == ("SUCCESS" if acks_late else "FAILURE")
+
+
+@pytest.mark.parametrize("error", [OperationalError("away"), ValueError("no such queue")])
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_run_that_cannot_be_postponed_goes_back_or_is_dispatched_again(
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    broker_errors: list[Exception],
+    acks_late: bool,
+    error: Exception,
+) -> None:
+    """Once the lease database is back the message as it is will do; else the leader sends it."""
+    lease_database_away(workshop, monkeypatch, times=1)
+    write = writing(workshop, acks_late=acks_late, lease_patience=0)
+    run = workshop.lease.dispatch(write, ("x",)).id
+    broker_errors.append(error)
+    with workshop.worker():
+        workshop.wait(run, times=2 if acks_late else 1)
+    states = [state for _, _, state in workshop.ended]
+    assert states == (["REJECTED", "SUCCESS"] if acks_late else ["IGNORED"])
+    assert workshop.lease.run_state(run) == ("published" if acks_late else "refused")
+    assert workshop.lease.outcome(run) == ("committed" if acks_late else None)
+    assert len(workshop.logged("task-not-published")) == (not acks_late)
