@@ -37,12 +37,10 @@ from celery_lease.stores.fences import FenceStore, Ticket, refusal
 __all__ = [
     "GuardedBackend",
     "fence_store",
-    "ignores_result",
     "mark_refused",
     "ticket_of",
     "took_in",
     "vouch",
-    "without_run",
 ]
 
 logger = logging.getLogger("celery_lease.task")
@@ -98,7 +96,7 @@ def vouch(request: Any) -> None:
     _vouched.add(request)
 
 
-def without_run(task: Any, request: Any, stamp: Stamp) -> Any:
+def _without_run(task: Any, request: Any, stamp: Stamp) -> Any:
     """Return a stale child's request whose failure does not end the run as well.
 
     After ``replace(chain(…))`` the last step has the run's id, which another attempt ends:
@@ -112,7 +110,7 @@ def without_run(task: Any, request: Any, stamp: Stamp) -> Any:
     return Context(vars(request), chain=kept, chord=chord)
 
 
-def ignores_result(task: Any, request: Any) -> bool:
+def _ignores_result(task: Any, request: Any) -> bool:
     """Return whether Celery would store no result of this call."""
     # What the call says goes before what the task says, from Celery 5.6 on.
     actual = getattr(celery_trace, "get_actual_ignore_result", None)
@@ -211,6 +209,21 @@ class GuardedBackend:
                 return None
         return self.real.fail_from_current_stack(task_id, exc=exc)
 
+    def fail_alone(self, request: Any, stamp: Stamp, error: Exception) -> None:
+        """Store FAILURE of a child that goes no further, whatever becomes of its run.
+
+        Its id belongs to one attempt: chord, chain and ``get()`` wait for an end. Errbacks
+        are not for what may be stale.
+        """
+        task = self._task
+        self.real.mark_as_failure(
+            request.id,
+            error,
+            request=_without_run(task, request, stamp),
+            store_result=not _ignores_result(task, request) or task.store_errors_even_if_ignored,
+            call_errbacks=False,
+        )
+
     def mark_as_revoked(
         self, task_id: str, reason: str = "", request: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -257,12 +270,12 @@ class GuardedBackend:
                     # The id of a child belongs to one attempt: chord and chain wait for an end.
                     child = request.id != stamp.run
                     if child and isinstance(refused, (StaleEpoch, MissingFence)):
-                        return store(without_run(self._task, request, stamp), False)
+                        return store(_without_run(self._task, request, stamp), False)
                     return None
             if outcome == "failed" and _ends_run(request, stamp):
                 refused = self._settle(request, stamp, outcome, _ticket_of_step(stamp))
                 if refused is not None:
-                    request = without_run(self._task, request, stamp)
+                    request = _without_run(self._task, request, stamp)
             return store(request, True)
 
     def _settle(
@@ -315,7 +328,7 @@ class GuardedBackend:
     def _has_result(self, request: Any, task_id: str) -> bool:
         """Return whether the task's end is in the result store; in doubt, it is."""
         # Results of rpc:// lie in the caller's queue, and some are nowhere.
-        if isinstance(self.real, RPCBackend) or ignores_result(self._task, request):
+        if isinstance(self.real, RPCBackend) or _ignores_result(self._task, request):
             return True
         try:
             return self.real.get_state(task_id) in states.READY_STATES

@@ -11,7 +11,7 @@ from celery.exceptions import Ignore, Reject
 from kombu import exceptions
 from kombu.serialization import registry  # type: ignore[attr-defined] # the stubs forget it
 
-from celery_lease.backend import fence_store, mark_refused, ticket_of, without_run
+from celery_lease.backend import fence_store, mark_refused, ticket_of
 from celery_lease.clock import rising
 from celery_lease.errors import StoreError
 from celery_lease.stamp import Stamp
@@ -153,10 +153,7 @@ def _end_here(task: Any, request: Any, error: Exception) -> NoReturn:
         extra={"action": "task-not-published", "task_name": task.name, "task_id": request.id},
     )
     if child:
-        # Chord, chain and get() wait for an end. Errbacks are not for what may be stale.
-        task.backend.real.mark_as_failure(
-            request.id, error, request=without_run(request, stamp), call_errbacks=False
-        )
+        task.backend.fail_alone(request, stamp, error)
     else:
         mark_refused(fence_store(task.app), ticket_of(stamp, request.id))
     raise Ignore(f"not published again: {error}") from error

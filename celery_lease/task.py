@@ -23,12 +23,10 @@ from kombu.exceptions import OperationalError
 from celery_lease.backend import (
     GuardedBackend,
     fence_store,
-    ignores_result,
     mark_refused,
     ticket_of,
     took_in,
     vouch,
-    without_run,
 )
 from celery_lease.bypass import refuse_bypass
 from celery_lease.errors import (
@@ -304,15 +302,7 @@ class FencedTask(_Task):
                 refuse(self, request, stamp.epoch, error, stage)
             elif not self._carry_on(request, stamp, ticket):
                 refuse(self, request, stamp.epoch, error, stage)
-                # A child's id belongs to one attempt: chord, chain and get() wait for an end.
-                self.backend.real.mark_as_failure(
-                    request.id,
-                    error,
-                    request=without_run(self, request, stamp),
-                    store_result=not ignores_result(self, request)
-                    or self.store_errors_even_if_ignored,
-                    call_errbacks=False,
-                )
+                self.backend.fail_alone(request, stamp, error)
         else:
             refuse(self, request, stamp.epoch, error, stage)
         raise Ignore(str(error)) from error

@@ -3,11 +3,13 @@
 import random
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
 from tests.acceptance.cluster import MARIADB, POSTGRESQL, TTL, on
 from tests.services.base import freeze_tree, process_tree, signal_all
+from tests.services.processes import ProcessFailed
 
 ENTRIES = 20
 
@@ -138,9 +140,11 @@ class Storm:
 
     def _kill_child(self):
         """Kill one process of a pool: the worker goes on without it."""
-        if nodes := [node for node in self._running() if node.container.children]:
-            node = self.chance.choice(nodes)
-            node.kill("SIGKILL", pid=self.chance.choice(node.container.children))
+        pools = [(node, node.container.children) for node in self._running()]
+        if pools := [(node, children) for node, children in pools if children]:
+            node, children = self.chance.choice(pools)
+            with suppress(ProcessFailed, ProcessLookupError):  # It has ended by itself.
+                node.kill("SIGKILL", pid=self.chance.choice(children))
             self._count("killed a child")
 
     def _count(self, what):
