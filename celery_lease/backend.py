@@ -295,8 +295,8 @@ class GuardedBackend:
             fences = fence_store(self._task.app)
             fences.settle(ticket, outcome)
         except (StaleEpoch, AlreadySettled) as error:
-            current = getattr(error, "current_epoch", None) == stamp.epoch
-            if current and not self._has_result(request, ticket.task_id):
+            ours = isinstance(error, AlreadySettled) and error.current_epoch == stamp.epoch
+            if ours and not self._has_result(request, ticket.task_id):
                 # The process died between its commit and its result.
                 return None
             if isinstance(error, StaleEpoch):

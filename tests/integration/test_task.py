@@ -1104,6 +1104,23 @@ def test_a_process_that_is_lost_after_another_delivery_succeeded_is_no_failure(
     assert workshop.refusals[-1]["reason"] == ("stale" if stale else "duplicate")
 
 
+def test_a_process_that_is_lost_under_a_grant_that_was_made_twice_is_no_failure(
+    workshop: Workshop,
+) -> None:
+    """Its epoch is the current one, and its term is not."""
+
+    @workshop.task(name="work")
+    def work(self: FencedTask) -> None:
+        pass
+
+    result = workshop.lease.dispatch(work)
+    stamps = {**workshop.lease.stamp(result.id).stamps(), "lease_term": "another"}
+    lost = Context(id=result.id, stamps=stamps)
+    work.backend.mark_as_failure(result.id, WorkerLostError("killed"), request=lost)
+    assert workshop.result_state(result.id) == "PENDING"
+    assert workshop.lease.outcome(result.id) is None
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_base_with_results_of_its_own_keeps_them(workshop: Workshop, first: bool) -> None:
     """An abortable task finds out that it was aborted, whichever base is named first."""
