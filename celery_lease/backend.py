@@ -32,11 +32,12 @@ from celery_lease.errors import (
 from celery_lease.settings import Settings
 from celery_lease.signals import refuse
 from celery_lease.stamp import Stamp, current_stamp, lend
-from celery_lease.stores.fences import FenceStore, Ticket, refusal
+from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
 
 __all__ = [
     "GuardedBackend",
     "fence_store",
+    "follows",
     "mark_refused",
     "ticket_of",
     "took_in",
@@ -96,15 +97,20 @@ def vouch(request: Any) -> None:
     _vouched.add(request)
 
 
-def _without_run(task: Any, request: Any, stamp: Stamp) -> Any:
-    """Return a stale child's request whose failure does not end the run as well.
+def follows(stamp: Stamp, standing: Standing) -> bool:
+    """Return whether a stale child is a consequence of a run that is over.
 
-    After ``replace(chain(…))`` the last step has the run's id, which another attempt ends:
-    the run is marked refused, as where its own message is turned away.
+    That run is not dispatched again, so nobody would send this child again. A plain
+    task's run is never settled, and never dispatched again either.
     """
-    if not _ends_run(request, stamp):
-        return request
-    mark_refused(fence_store(task.app), ticket_of(stamp, stamp.run))
+    return standing.fenced is False or standing.settled_under == stamp.first
+
+
+def _without_run(request: Any, stamp: Stamp) -> Any:
+    """Return a child's request whose failure does not end the run as well.
+
+    After ``replace(chain(…))`` the last step has the run's id, which another attempt ends.
+    """
     kept = [each for each in request.chain or () if stamp.run not in _ids(each)]
     chord = request.chord if request.chord and stamp.run not in _ids(request.chord) else None
     return Context(vars(request), chain=kept, chord=chord)
@@ -219,7 +225,7 @@ class GuardedBackend:
         self.real.mark_as_failure(
             request.id,
             error,
-            request=_without_run(task, request, stamp),
+            request=self._alone(request, stamp),
             store_result=not _ignores_result(task, request) or task.store_errors_even_if_ignored,
             call_errbacks=False,
         )
@@ -270,13 +276,32 @@ class GuardedBackend:
                     # The id of a child belongs to one attempt: chord and chain wait for an end.
                     child = request.id != stamp.run
                     if child and isinstance(refused, (StaleEpoch, MissingFence)):
-                        return store(_without_run(self._task, request, stamp), False)
+                        return store(self._alone(request, stamp), False)
                     return None
             if outcome == "failed" and _ends_run(request, stamp):
                 refused = self._settle(request, stamp, outcome, _ticket_of_step(stamp))
                 if refused is not None:
-                    request = _without_run(self._task, request, stamp)
+                    request = _without_run(request, stamp)
             return store(request, True)
+
+    def _alone(self, request: Any, stamp: Stamp) -> Any:
+        """Return the request of a stale child, for its end and no other attempt's.
+
+        Where that leads to the run, it is marked refused, as where its own message is
+        turned away; unless it is over, and whoever waits for it waits for this child.
+        """
+        if not _ends_run(request, stamp):
+            return request
+        fences, run = fence_store(self._task.app), ticket_of(stamp, stamp.run)
+        try:
+            over = follows(stamp, fences.look(run))
+        except CeleryLeaseError:
+            return _without_run(request, stamp)  # In doubt: redispatched later, if at all.
+        if over and not self._has_result(request, stamp.run):
+            return request
+        if not over:
+            mark_refused(fences, run)
+        return _without_run(request, stamp)
 
     def _settle(
         self,
@@ -328,7 +353,8 @@ class GuardedBackend:
     def _has_result(self, request: Any, task_id: str) -> bool:
         """Return whether the task's end is in the result store; in doubt, it is."""
         # Results of rpc:// lie in the caller's queue, and some are nowhere.
-        if isinstance(self.real, RPCBackend) or _ignores_result(self._task, request):
+        ignored = task_id == request.id and _ignores_result(self._task, request)
+        if ignored or isinstance(self.real, RPCBackend):
             return True
         try:
             return self.real.get_state(task_id) in states.READY_STATES

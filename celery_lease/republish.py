@@ -15,9 +15,8 @@ from celery_lease.backend import fence_store, mark_refused, ticket_of
 from celery_lease.clock import rising
 from celery_lease.errors import StoreError
 from celery_lease.stamp import Stamp
-from celery_lease.stores.fences import Standing
 
-__all__ = ["carry_on", "follows", "try_later"]
+__all__ = ["carry_on", "try_later"]
 
 logger = logging.getLogger("celery_lease.task")
 
@@ -58,15 +57,6 @@ def try_later(task: Any, request: Any, error: StoreError) -> NoReturn:
         extra={"action": "task-postponed", "task_name": task.name, "task_id": request.id},
     )
     raise Ignore(f"postponed: {error}") from error
-
-
-def follows(stamp: Stamp, standing: Standing) -> bool:
-    """Return whether a stale child is a consequence of a run that is over.
-
-    That run is not dispatched again, so nobody would send this child again. A plain
-    task's run is never settled, and never dispatched again either.
-    """
-    return standing.fenced is False or standing.settled_under == stamp.first
 
 
 def carry_on(task: Any, request: Any, stamp: Stamp) -> None:

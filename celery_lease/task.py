@@ -23,6 +23,7 @@ from kombu.exceptions import OperationalError
 from celery_lease.backend import (
     GuardedBackend,
     fence_store,
+    follows,
     mark_refused,
     ticket_of,
     took_in,
@@ -41,7 +42,7 @@ from celery_lease.errors import (
 )
 from celery_lease.guards.fence import TaskFence, Unfenced
 from celery_lease.occurrence import Occurrence
-from celery_lease.republish import carry_on, follows, try_later
+from celery_lease.republish import carry_on, try_later
 from celery_lease.signals import install, refuse
 from celery_lease.stamp import Stamp, current_stamp, enclosing_stamp, running_request
 from celery_lease.stores.fences import Ticket, refusal
@@ -533,9 +534,10 @@ def _free_steps(sig: Any) -> None:
     """Let each step of a chain keep its own id: an eager one gives them all the chain's."""
     if sig.get("subtask_type") == "chain":
         sig.options.pop("task_id", None)
-    body = getattr(sig, "body", None)
-    for each in [body] if body is not None else getattr(sig, "tasks", None) or ():
-        _free_steps(each)
+    steps = getattr(sig, "tasks", None) or ()  # of a chord, its header
+    for each in [*getattr(steps, "tasks", steps), getattr(sig, "body", None)]:
+        if each is not None:
+            _free_steps(each)
 
 
 def _with_id(sig: Any, task_id: str) -> Any:

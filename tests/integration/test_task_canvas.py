@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from celery import VERSION as celery_version  # noqa: N811 - Celery's name
-from celery import chain, chord, group
+from celery import Task, chain, chord, group, signals
+from celery.app.task import Context
 
-from celery_lease import FencedTask
+from celery_lease import FencedTask, Occurrence
 from celery_lease.testing import run
 from tests.integration.workshop import Workshop
 from tests.services.base import wait_until
@@ -239,9 +242,6 @@ def test_what_follows_a_settled_run_is_carried_on_under_the_new_epoch(
 
 def test_what_follows_a_plain_tasks_run_is_carried_on_too(workshop: Workshop) -> None:
     """Nobody settles a plain task's run, and it is not dispatched again either."""
-    from datetime import datetime, timezone
-
-    from celery_lease import Occurrence
 
     @workshop.task(name="child")
     def child(self: FencedTask) -> None:
@@ -401,7 +401,43 @@ def test_a_step_of_a_replacement_that_fails_ends_the_run_where_it_is_current(
     assert len(workshop.refusals) == stale
 
 
-@pytest.mark.parametrize("kind", ["chain", "chord of a chain"])
+@with_countdown
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_stale_step_that_is_lost_ends_a_run_that_nobody_sends_again(
+    workshop: Workshop, fenced: bool
+) -> None:
+    """One that is settled, or a plain task's: who waits for it waits for this attempt."""
+    workshop.app.conf.result_backend = "cache+memory://"
+    messages: dict[str, dict[str, Any]] = {}
+
+    def note(headers: Any, body: Any, **_: Any) -> None:
+        messages[headers["id"]] = {**headers, **body[2]}
+
+    @workshop.task(name="step", ignore_result=True)
+    def step(self: FencedTask) -> None:
+        raise AssertionError("its process was lost")
+
+    @workshop.plain(name="parent", bind=True, base=FencedTask if fenced else Task)
+    def parent(self: Any) -> None:
+        raise self.replace(group(step.si().set(countdown=60), step.si().set(countdown=60)))
+
+    signals.before_task_publish.connect(note, weak=False)
+    with workshop.worker():
+        occurrence = Occurrence(lease="celery", entry="e", due_at=datetime.now(timezone.utc))
+        workshop.lease.record(occurrence, fenced=fenced)
+        parent.apply_async(**workshop.lease.options(occurrence.run_id))
+        published(workshop, "step", times=2)
+    signals.before_task_publish.disconnect(note)
+    workshop.lease.depose()
+    for message in [each for each in messages.values() if each["task"] == "step"]:
+        lost = Context(message)
+        step.backend.mark_as_failure(lost.id, WorkerLostError("killed"), request=lost)
+    assert workshop.result_state(occurrence.run_id) == "FAILURE"
+    assert workshop.lease.run_state(occurrence.run_id) == "published"
+    assert workshop.lease.outcome(occurrence.run_id) == ("committed" if fenced else None)
+
+
+@pytest.mark.parametrize("kind", ["chain", "chord of a chain", "chord with a chain"])
 def test_an_eager_replacement_by_steps_runs_each_of_them(workshop: Workshop, kind: str) -> None:
     """The last one settles the run, and not the first, for which the others are duplicates."""
     ran: list[str] = []
@@ -418,9 +454,12 @@ def test_an_eager_replacement_by_steps_runs_each_of_them(workshop: Workshop, kin
 
     @workshop.task(name="parent")
     def parent(self: FencedTask) -> Any:
-        steps = chain(step.si(2), last.si())
         return self.replace(
-            chain(step.si(1), steps) if kind == "chain" else chord([step.si(1)], steps)
+            {
+                "chain": lambda: chain(step.si(1), step.si(2), last.si()),
+                "chord of a chain": lambda: chord([step.si(1)], chain(step.si(2), last.si())),
+                "chord with a chain": lambda: chord([chain(step.si(1), step.si(2))], last.si()),
+            }[kind]()
         )
 
     result = run(parent, under=workshop.lease)
