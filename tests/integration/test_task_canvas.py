@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,22 +15,6 @@ from celery_lease import FencedTask, Occurrence
 from celery_lease.testing import run
 from tests.integration.workshop import Workshop
 from tests.services.base import wait_until
-
-
-@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
-def workshop(
-    request: pytest.FixtureRequest, sqlite_url: str, workshops: Callable[..., Workshop]
-) -> Workshop:
-    """A workshop on a broker in memory, and on one that carries headers its own way."""
-    if request.param == "memory":
-        return workshops(sqlite_url)
-    broker = request.getfixturevalue("rabbitmq_url")
-    return workshops(sqlite_url, broker_url=broker, broker_transport_options={})
-
-
-#: A worker in a thread on Celery 5.5 does not wake up for a countdown, where its broker has
-#: an event loop: nothing else goes on in it.
-with_countdown = pytest.mark.parametrize("workshop", ["memory"], indirect=True)
 
 
 def stamps_of(workshop: Workshop, name: str) -> dict[str, Any]:
@@ -181,7 +164,6 @@ def test_an_unstamped_task_in_the_same_process_stays_clean(workshop: Workshop) -
     assert stamps_of(workshop, "child") == {}
 
 
-@with_countdown
 def test_a_fenced_child_that_goes_stale_before_its_run_is_settled_ends(
     workshop: Workshop,
 ) -> None:
@@ -401,7 +383,6 @@ def test_a_step_of_a_replacement_that_fails_ends_the_run_where_it_is_current(
     assert len(workshop.refusals) == stale
 
 
-@with_countdown
 @pytest.mark.parametrize("fenced", [False, True])
 def test_a_stale_step_that_is_lost_ends_a_run_that_nobody_sends_again(
     workshop: Workshop, fenced: bool
@@ -486,7 +467,6 @@ def test_an_eager_replacement_that_fails_is_the_failure_of_the_task(workshop: Wo
     assert workshop.refusals == []
 
 
-@with_countdown
 def test_a_stale_step_leaves_the_result_of_the_current_attempt(workshop: Workshop) -> None:
     """The run was dispatched again, and ended, while the old attempt's step waited."""
 
