@@ -27,15 +27,12 @@ from celery_lease.lease import Holder, Term
 from celery_lease.settings import Settings, duration
 from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.stores.leases import SQLLeaseStore
-from celery_lease.stores.retention import prune
+from celery_lease.stores.retention import PRUNE, prune
 from celery_lease.transition import Action, Transition
 
 __all__ = ["LeaderElection", "Leadership"]
 
 logger = logging.getLogger(__name__)
-
-#: Old terms that one grant deletes at most.
-_PRUNE = 500
 
 _OVER = {Action.LOST, Action.RELEASED, Action.CONFLICT}
 
@@ -186,7 +183,7 @@ class LeaderElection:
         try:
             term = self._campaign(store, elector, timeout)
             with suppress(StoreError):  # What led often leaves a long history.
-                prune(store.engine, term.name, retention=settings.retention, limit=_PRUNE)
+                prune(store.engine, term.name, retention=settings.retention, limit=PRUNE)
             elector.progress(0.0)
             leadership = Leadership(term, elector, fences)
             stopped.armed = True

@@ -26,12 +26,10 @@ from celery_lease.lease import Holder, Term
 from celery_lease.parts import logger
 from celery_lease.sending import LeasedSends
 from celery_lease.stores.dialects import is_certainly_wrong, masked
-from celery_lease.stores.retention import prune
+from celery_lease.stores.retention import PRUNE, prune
 
 __all__ = ["LeaseMixin"]
 
-#: Rows of each kind that one round of housekeeping deletes at most.
-PRUNE = 500
 #: Seconds until the next round, where one did not delete all that is too old.
 PRUNE_AGAIN = 0.5
 #: Seconds that two clocks may differ before it is worth a warning.

@@ -10,7 +10,10 @@ import sqlalchemy as sa
 from celery_lease.stores.dialects import from_now, translated
 from celery_lease.stores.schema import commit_table, run_table, term_table
 
-__all__ = ["prune"]
+__all__ = ["PRUNE", "prune"]
+
+#: Rows of each kind that one round of housekeeping deletes at most.
+PRUNE = 500
 
 
 def prune(engine: sa.Engine, lease: str, *, retention: float, limit: int) -> int:
