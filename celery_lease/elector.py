@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from celery_lease.clock import Clock, SystemClock
-from celery_lease.errors import LeaseLost, StoreContention, StoreError
+from celery_lease.errors import LeaseConflict, LeaseLost, StoreContention, StoreError
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.settings import Settings
 from celery_lease.stores.base import LeaseStore, Raised, Renewal
@@ -56,7 +56,7 @@ class _Tenure:
         self.term = term
         self.renewed_at = sent_at
         self.trusted_until = trusted_until
-        self.fenced = False
+        self.fence_raised = False
         self.stalled = False
         self.over = threading.Event()
 
@@ -108,7 +108,7 @@ class Elector:
     def term(self) -> Term | None:
         """The term, while it may be trusted."""
         tenure = self._tenure
-        leads = tenure is not None and tenure.fenced and self._trusts(tenure)
+        leads = tenure is not None and tenure.fence_raised and self._trusts(tenure)
         return tenure.term if tenure is not None and leads else None
 
     @property
@@ -122,12 +122,20 @@ class Elector:
 
         Raises:
             LeaseLost: There is no term, or it may not be trusted any more.
+            LeaseConflict: The last one ended by conflict.
         """
         tenure = self._tenure
-        if tenure is not None and tenure.fenced and self._trusts(tenure):
+        if tenure is not None and tenure.fence_raised and self._trusts(tenure):
             return tenure.term
         if tenure is not None and not self._trusts(tenure):
             self._end(tenure, Action.LOST, "its trust window closed")
+        if self._conflict is not None:
+            raise LeaseConflict(
+                f"the lease {self.settings.name!r} is in conflict over epoch {self._conflict}; "
+                f"compare `celery lease history`, and jump with `celery lease raise --to N`",
+                name=self.settings.name,
+                held_epoch=self._conflict,
+            )
         raise LeaseLost(
             f"the lease {self.settings.name!r} is not held by {self.holder}",
             name=self.settings.name,
@@ -253,7 +261,8 @@ class Elector:
         self._start(tenure)
         if not self._raise_fence(tenure):
             return False
-        tenure.fenced = True
+        tenure.fence_raised = True
+        self.progress(0.0)  # As much time for the first turn as for any other.
         self._tell(
             Action.ACQUIRED,
             epoch=tenure.term.epoch,

@@ -8,7 +8,7 @@ import pytest
 
 from celery_lease import elector as elector_module
 from celery_lease.elector import Elector
-from celery_lease.errors import LeaseLost, StoreContention, StoreUnavailable
+from celery_lease.errors import LeaseConflict, LeaseLost, StoreContention, StoreUnavailable
 from celery_lease.lease import Fence
 from celery_lease.settings import Settings
 from celery_lease.transition import Action
@@ -510,6 +510,20 @@ def test_a_loop_that_waits_as_long_as_it_said_is_not_overdue(clock, beat):
     assert beat.renewals == 60
 
 
+def test_a_loop_that_hangs_in_its_first_turn_is_overdue_as_early_as_in_any_other(clock, beat):
+    """Loading the schedule, and the first send, hang as well as a later one."""
+    beat.campaign()
+    for _ in range(6):
+        clock.advance(10)
+        beat.step()
+    assert Action.STALLED not in beat.actions
+
+    clock.advance(5)
+    beat.step()
+
+    assert beat.told[-1].action is Action.STALLED
+
+
 def test_renewing_goes_on_when_the_loop_comes_back_in_time(clock, beat):
     """A publish that was slow, not hung."""
     beat.campaign()
@@ -543,6 +557,8 @@ def test_an_epoch_that_was_granted_twice_stops_the_leader(store, conflicted):
     assert not conflicted.leading
     assert conflicted.actions[-1] is Action.CONFLICT
     assert store.history(NAME, 1)[0].ended == "conflict"
+    with pytest.raises(LeaseConflict, match="celery lease raise --to N"):
+        conflicted.check()
 
 
 def test_after_a_conflict_it_stands_by_until_the_epoch_was_jumped(store, clock, conflicted):
