@@ -20,11 +20,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from celery_lease.elector import Elector
-from celery_lease.errors import StoreContention, StoreError, StoreUnavailable
+from celery_lease.errors import (
+    ConfigurationError,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+)
 from celery_lease.guards.sqlalchemy import Guard, guarded
 from celery_lease.journal import TransitionLog
 from celery_lease.lease import Holder, Term
-from celery_lease.settings import Settings, duration
+from celery_lease.settings import PREFIX, Settings, duration
 from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.retention import PRUNE, prune
@@ -89,7 +94,10 @@ class Leadership:
         Raises:
             StaleEpoch: Another epoch took over. Nothing was written.
             MissingFence: The target is not in the lease database.
+            StoreContention: The fence was moving. Nothing was written; try again.
             UnsafeTransaction: The guard cannot be the last word here.
+            ConfigurationError: *idle* is no number of seconds above 0.
+            TypeError: *target* is none of these.
         """
         name = f"leader:{self.term.uuid}"
         ticket = Ticket(
@@ -125,7 +133,7 @@ class LeaderElection:
         create: Whether missing tables are made.
 
     Raises:
-        ConfigurationError: The URL or the durations cannot be used.
+        ConfigurationError: The name or the durations cannot be used.
     """
 
     def __init__(
@@ -148,20 +156,25 @@ class LeaderElection:
         def seconds(setting: str, given: float | None, default: float) -> float:
             return default if given is None else duration(setting, given)
 
-        self.settings = Settings(
-            url=url,
-            name=name,
-            ttl=ttl,
-            renew_interval=seconds("renew_interval", renew_interval, ttl / 3),
-            margin=seconds("margin", margin, ttl / 10),
-            retry_interval=seconds("retry_interval", retry_interval, ttl / 6),
-            stall_timeout=seconds("stall_timeout", stall_timeout, float("inf")),
-            engine_options=engine_options or {},
-            auto_init=create,
-        )
+        try:
+            self.settings = Settings(
+                url=url,
+                name=name,
+                ttl=ttl,
+                renew_interval=seconds("renew_interval", renew_interval, ttl / 3),
+                margin=seconds("margin", margin, ttl / 10),
+                retry_interval=seconds("retry_interval", retry_interval, ttl / 6),
+                stall_timeout=seconds("stall_timeout", stall_timeout, float("inf")),
+                engine_options=engine_options or {},
+                auto_init=create,
+            )
+        except ConfigurationError as error:
+            # They are parameters here, and no settings of an app.
+            raise ConfigurationError(
+                str(error).replace(PREFIX, ""), setting=error.setting.removeprefix(PREFIX)
+            ) from None
         self._on_started = on_started_leading
         self._on_stopped = on_stopped_leading
-        self._options = engine_options
 
     @contextmanager
     def lead(self, timeout: float | None = None) -> Iterator[Leadership]:
@@ -172,12 +185,13 @@ class LeaderElection:
 
         Raises:
             TimeoutError: Somebody else led all the time.
+            ConfigurationError: The URL, its driver or the options cannot be used.
             SchemaMismatch: The tables are missing, or of another version.
             NotWritable: The database is a replica or read-only.
         """
         settings = self.settings
         store = SQLLeaseStore.of(settings)
-        fences = FenceStore(settings.url, self._options, idle=settings.guard_idle)
+        fences = FenceStore.of(settings)
         stopped = _Once(self._on_stopped)
         elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
         try:
@@ -194,6 +208,7 @@ class LeaderElection:
             elector.close()
             fences.dispose()
             store.dispose()
+            stopped.call()  # Still owed where the term was lost before it was armed.
 
     def _campaign(self, store: SQLLeaseStore, elector: Elector, timeout: float | None) -> Term:
         end = None if timeout is None else time.monotonic() + timeout
@@ -232,7 +247,11 @@ class _Once:
 
     def observe(self, transition: Transition) -> None:
         self._tell(transition)
-        if transition.action in _OVER and self.armed:
-            self.armed = False
-            if self._callback is not None:
-                self._callback()
+        if transition.action in _OVER:
+            self.call()
+
+    def call(self) -> None:
+        """Call back, if a term was started and its end was not told yet."""
+        armed, self.armed = self.armed, False
+        if armed and self._callback is not None:
+            self._callback()

@@ -6,7 +6,9 @@ from datetime import datetime, timezone
 import pytest
 import sqlalchemy as sa
 
+from celery_lease import election as election_module
 from celery_lease import ConfigurationError, LeaderElection, LeaseLost, MissingFence, StaleEpoch
+from celery_lease.elector import Elector
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import term_table
 
@@ -99,6 +101,32 @@ def test_callbacks_tell_when_leading_begins_and_ends(database_url):
     assert told == [1, "stopped"]
 
 
+def test_a_term_that_is_lost_before_its_body_begins_is_told_to_end(database_url, monkeypatch):
+    """Whoever was told that leading began has something to stop."""
+    told, electors = [], []
+
+    class Known(Elector):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            electors.append(self)
+
+    monkeypatch.setattr(election_module, "Elector", Known)
+    monkeypatch.setattr(
+        election_module, "prune", lambda *args, **kwargs: electors[0].concede("a test says so")
+    )
+    election = LeaderElection(
+        database_url,
+        "janitor",
+        on_started_leading=lambda leadership: told.append(leadership.trusted),
+        on_stopped_leading=lambda: told.append("stopped"),
+    )
+
+    with election.lead(timeout=10):
+        told.append("body")
+
+    assert told == [False, "body", "stopped"]
+
+
 def test_a_body_that_hangs_does_not_keep_the_lease(database_url):
     """With a stall timeout, renewing stops when check() has not been called in time."""
     election = LeaderElection(database_url, "janitor", ttl=1.0, stall_timeout=0.2)
@@ -150,8 +178,11 @@ def test_a_wait_for_the_database_ends_before_the_lease_does(postgresql_url):
 
 def test_impossible_durations_are_refused_at_once(database_url):
     """Nobody should find out at three in the morning."""
-    with pytest.raises(ConfigurationError, match="renew_interval"):
+    with pytest.raises(ConfigurationError, match="renew_interval") as refused:
         LeaderElection(database_url, "janitor", ttl=3, renew_interval=2)
+
+    assert "beat_lease" not in str(refused.value), "it is a parameter here, and no setting"
+    assert refused.value.setting == "renew_interval"
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), "30", 10**11])
