@@ -8,112 +8,41 @@ where it cannot know, it stores nothing.
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Protocol
 
-from celery import Celery, states
+from celery import states
 from celery.app import trace as celery_trace
 from celery.app.task import Context
 from celery.backends.rpc import RPCBackend
 from celery.exceptions import TimeLimitExceeded
 
+from celery_lease.canvas import ends, without
 from celery_lease.errors import (
     AlreadySettled,
     CeleryLeaseError,
     MissingEpoch,
     MissingFence,
     StaleEpoch,
-    StoreError,
 )
-from celery_lease.settings import Settings
-from celery_lease.signals import refuse
+from celery_lease.execution import (
+    fence_store,
+    follows,
+    is_vouched,
+    mark_refused,
+    ticket_of,
+    ticket_of_step,
+    ticket_shown,
+    vouch,
+)
+from celery_lease.occurrence import Outcome
+from celery_lease.signals import announce_refusal, stage_of
 from celery_lease.stamp import Stamp, current_stamp, lend
-from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
+from celery_lease.stores.fences import Ticket, refusal
 
-__all__ = [
-    "GuardedBackend",
-    "fence_store",
-    "follows",
-    "mark_refused",
-    "ticket_of",
-    "took_in",
-    "vouch",
-]
+__all__ = ["GuardedBackend"]
 
 logger = logging.getLogger("celery_lease.task")
-
-#: Each app's store, and the settings it was made of.
-_stores: WeakKeyDictionary[Celery, tuple[tuple[Any, ...], FenceStore]] = WeakKeyDictionary()
-_STORE_SETTINGS = ("beat_lease_url", "beat_lease_engine_options", "beat_lease_guard_idle")
-#: What the requests that run in this process show at the fence.
-_shown: WeakKeyDictionary[Any, Ticket] = WeakKeyDictionary()
-#: Requests whose outcome is on record by this process: their result may be stored.
-_vouched: WeakSet[Any] = WeakSet()
-
-
-def fence_store(app: Celery) -> FenceStore:
-    """Return the app's way to its lease database. Nothing is connected yet.
-
-    Raises:
-        ConfigurationError: A setting is wrong.
-    """
-    conf = app.conf
-    # Tests set another URL for each: what has not changed is not validated again.
-    wanted = tuple(conf.get(name) for name in _STORE_SETTINGS)
-    known = _stores.get(app)
-    if known is not None and known[0] == wanted:
-        return known[1]
-    settings = Settings.from_conf(conf)
-    store = FenceStore(settings.url, settings.engine_options, idle=settings.guard_idle)
-    _stores[app] = (wanted, store)
-    if known is not None:
-        known[1].dispose()
-    return store
-
-
-def ticket_of(stamp: Stamp, task_id: str) -> Ticket:
-    """Return what a new execution of a task shows at the fence."""
-    return Ticket(
-        lease=stamp.name,
-        epoch=stamp.epoch,
-        term=stamp.term,
-        task_id=task_id,
-        run=stamp.run,
-        execution=str(uuid.uuid4()),
-    )
-
-
-def took_in(request: Any, ticket: Ticket) -> None:
-    """Note that this request runs here: what its body has committed is its own."""
-    _shown[request] = ticket
-
-
-def vouch(request: Any) -> None:
-    """Let the result of this request pass: its outcome is on record."""
-    _vouched.add(request)
-
-
-def follows(stamp: Stamp, standing: Standing) -> bool:
-    """Return whether a stale child is a consequence of a run that is over.
-
-    That run is not dispatched again, so nobody would send this child again. A plain
-    task's run is never settled, and never dispatched again either.
-    """
-    return standing.fenced is False or standing.settled_under == stamp.first
-
-
-def _without_run(request: Any, stamp: Stamp) -> Any:
-    """Return a child's request whose failure does not end the run as well.
-
-    After ``replace(chain(…))`` the last step has the run's id, which another attempt ends.
-    """
-    kept = [each for each in request.chain or () if stamp.run not in _ids(each)]
-    chord = request.chord if request.chord and stamp.run not in _ids(request.chord) else None
-    return Context(vars(request), chain=kept, chord=chord)
 
 
 def _ignores_result(task: Any, request: Any) -> bool:
@@ -123,6 +52,11 @@ def _ignores_result(task: Any, request: Any) -> bool:
     if actual is not None:
         return bool(actual(task, request))
     return bool(request.ignore_result or task.ignore_result)
+
+
+class _Store(Protocol):
+    def __call__(self, request: Any, /, *, errbacks: bool) -> Any:
+        """Store a terminal state of *request*; call its errbacks only if they are wanted."""
 
 
 class GuardedBackend:
@@ -137,7 +71,8 @@ class GuardedBackend:
         #: The backend that is guarded.
         self.real = real
         self._task = task
-        # What every task asks for; __getattr__ takes longer.
+        # Not guarded: a body that returns has settled by then, or ended Ignored. Looked up
+        # for every task, so attributes of our own: __getattr__ takes longer.
         self.mark_as_done = real.mark_as_done
         self.process_cleanup = real.process_cleanup
 
@@ -194,7 +129,7 @@ class GuardedBackend:
         return self._end(
             request,
             "failed",
-            lambda ended, errbacks: self.real.mark_as_failure(
+            lambda ended, *, errbacks: self.real.mark_as_failure(
                 task_id,
                 exc,
                 traceback=traceback,
@@ -211,7 +146,7 @@ class GuardedBackend:
         stamp = current_stamp()
         if stamp is not None and stamp.run == task_id:
             body = Context(id=task_id)
-            if self._settle(body, stamp, "failed", _ticket_of_step(stamp)) is not None:
+            if self._settle(body, stamp, "failed", ticket_of_step(stamp)) is not None:
                 return None
         return self.real.fail_from_current_stack(task_id, exc=exc)
 
@@ -234,17 +169,17 @@ class GuardedBackend:
         self, task_id: str, reason: str = "", request: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Settle as expired or revoked, then store REVOKED."""
-        return self._end(
-            request,
-            "expired" if reason == "expired" else "revoked",
-            lambda ended, _: self.real.mark_as_revoked(task_id, reason, ended, *args, **kwargs),
-        )
+
+        def store(ended: Any, *, errbacks: bool) -> Any:
+            return self.real.mark_as_revoked(task_id, reason, ended, *args, **kwargs)
+
+        return self._end(request, "expired" if reason == "expired" else "revoked", store)
 
     def _may_report(self, task_id: str, request: Any) -> bool:
         stamp = None if request is None or request.id != task_id else _stamp_of(request)
-        if stamp is None or request in _vouched:
+        if stamp is None or is_vouched(request):
             return True
-        ticket = _shown.get(request) or ticket_of(stamp, task_id)
+        ticket = ticket_shown(request) or ticket_of(stamp, task_id)
         try:
             return refusal(ticket, fence_store(self._task.app).look(ticket)) is None
         except CeleryLeaseError as error:
@@ -260,29 +195,29 @@ class GuardedBackend:
     def _end(
         self,
         request: Any,
-        outcome: str,
-        store: Callable[[Any, bool], Any],
+        outcome: Outcome,
+        store: _Store,
         raised: BaseException | None = None,
     ) -> Any:
         """Store a terminal state whose outcome is on record, now or before."""
         stamp = None if request is None else _stamp_of(request)
         if stamp is None:
-            return store(request, True)
+            return store(request, errbacks=True)
         with _lent_to_parent(stamp):
-            if request not in _vouched:
+            if not is_vouched(request):
                 ticket = ticket_of(stamp, request.id)
                 refused = self._settle(request, stamp, outcome, ticket, raised)
                 if refused is not None:
                     # The id of a child belongs to one attempt: chord and chain wait for an end.
                     child = request.id != stamp.run
                     if child and isinstance(refused, (StaleEpoch, MissingFence)):
-                        return store(self._alone(request, stamp), False)
+                        return store(self._alone(request, stamp), errbacks=False)
                     return None
-            if outcome == "failed" and _ends_run(request, stamp):
-                refused = self._settle(request, stamp, outcome, _ticket_of_step(stamp))
+            if outcome == "failed" and ends(request, stamp.run):
+                refused = self._settle(request, stamp, outcome, ticket_of_step(stamp))
                 if refused is not None:
-                    request = _without_run(request, stamp)
-            return store(request, True)
+                    request = without(request, stamp.run)
+            return store(request, errbacks=True)
 
     def _alone(self, request: Any, stamp: Stamp) -> Any:
         """Return the request of a stale child, for its end and no other attempt's.
@@ -290,29 +225,29 @@ class GuardedBackend:
         Where that leads to the run, it is marked refused, as where its own message is
         turned away; unless it is over, and whoever waits for it waits for this child.
         """
-        if not _ends_run(request, stamp):
+        if not ends(request, stamp.run):
             return request
         fences, run = fence_store(self._task.app), ticket_of(stamp, stamp.run)
         try:
             over = follows(stamp, fences.look(run))
         except CeleryLeaseError:
-            return _without_run(request, stamp)  # In doubt: redispatched later, if at all.
+            return without(request, stamp.run)  # In doubt: redispatched later, if at all.
         if over and not self._has_result(request, stamp.run):
             return request
         if not over:
             mark_refused(fences, run)
-        return _without_run(request, stamp)
+        return without(request, stamp.run)
 
     def _settle(
         self,
         request: Any,
         stamp: Stamp,
-        outcome: str,
+        outcome: Outcome,
         ticket: Ticket,
         raised: BaseException | None = None,
     ) -> CeleryLeaseError | None:
         """Record *outcome* of the ticket's task; return why it could not be."""
-        if isinstance(raised, MissingFence) and request not in _shown:
+        if isinstance(raised, MissingFence) and ticket_shown(request) is None:
             # Never admitted. Where the lease's table alone is away, as in the middle of a
             # migration, settling would still find the fence, and nobody would run it again.
             return self._withhold(request, outcome, raised)
@@ -326,7 +261,7 @@ class GuardedBackend:
                 return None
             if isinstance(error, StaleEpoch):
                 mark_refused(fences, ticket)
-            refuse(self._task, request, stamp.epoch, error, outcome)
+            announce_refusal(self._task, request, stamp.epoch, error, stage_of(outcome))
             return error
         except CeleryLeaseError as error:
             return self._withhold(request, outcome, error)
@@ -339,7 +274,9 @@ class GuardedBackend:
         acknowledged = getattr(task, "acks_on_timeout", task.acks_on_failure_or_timeout)
         return bool(task.acks_late and not acknowledged)
 
-    def _withhold(self, request: Any, outcome: str, error: CeleryLeaseError) -> CeleryLeaseError:
+    def _withhold(
+        self, request: Any, outcome: Outcome, error: CeleryLeaseError
+    ) -> CeleryLeaseError:
         logger.error(
             "The end of %s[%s] (%s) was not stored: %s",
             self._task.name,
@@ -362,55 +299,11 @@ class GuardedBackend:
             return True
 
 
-def mark_refused(fences: FenceStore, ticket: Ticket) -> None:
-    """Have a refused run dispatched again soon; later it would be anyway."""
-    if ticket.task_id != ticket.run:
-        return
-    try:
-        fences.refuse(ticket)
-    except StoreError as error:
-        logger.warning(
-            "The run %s was not marked as refused: %s",
-            ticket.run,
-            error,
-            extra={"action": "refusal-unmarked", "task_id": ticket.run},
-        )
-
-
 def _stamp_of(request: Any) -> Stamp | None:
     try:
         return Stamp.of(request)
     except MissingEpoch:
         return None  # Refused at its start, with that error.
-
-
-def _ticket_of_step(stamp: Stamp) -> Ticket:
-    """Return what a child shows that ends its run: the same for each of one attempt.
-
-    A failure is reported in several ways, and each of them finds its own outcome.
-    """
-    attempt = uuid.uuid5(uuid.NAMESPACE_OID, f"{stamp.run} {stamp.epoch} {stamp.term}")
-    return replace(ticket_of(stamp, stamp.run), execution=str(attempt))
-
-
-def _ends_run(request: Any, stamp: Stamp) -> bool:
-    """Return whether what fails with this child has the run's id."""
-    if request.id == stamp.run:
-        return False
-    follow = [*(request.chain or ()), request.chord]
-    return any(stamp.run in _ids(each) for each in follow if each)
-
-
-def _ids(step: Any) -> set[Any]:
-    """Return the ids that fail with a step: its own, and of what it is made of and leads to."""
-    options, inner = step["options"], step.get("kwargs") or {}
-    kind = step.get("subtask_type")
-    follow = [*(options.get("chain") or ()), options.get("chord")]
-    if kind == "chord":
-        follow.append(inner.get("body"))
-    elif kind == "chain":
-        follow += (inner.get("tasks") or ())[-1:]
-    return {options.get("task_id")}.union(*(_ids(each) for each in follow if each))
 
 
 def _lent_to_parent(stamp: Stamp) -> AbstractContextManager[None]:

@@ -58,7 +58,7 @@ class Status(str, Enum):
 
     #: It holds.
     OK = "ok"
-    #: It holds, and something beside it is worth to know.
+    #: It holds, and something beside it is worth knowing.
     WARNING = "warning"
     #: It does not hold, or could not be tried.
     FAILED = "failed"
@@ -81,7 +81,7 @@ class _Conflict(Exception):
 
 
 class _Warning(Exception):
-    """Nothing that breaks a lease, but worth to know."""
+    """Nothing that breaks a lease, but worth knowing."""
 
 
 def run(url: str, options: Mapping[str, Any], *, rounds: int, create: bool) -> list[Finding]:

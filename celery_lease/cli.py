@@ -33,8 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Seconds between two looks at a lease that is held.
 _LOOK = 0.2
-#: Seconds that ``status`` and ``history`` wait for each answer: probes are patient for ten,
-#: and the first question is asked twice.
+#: Seconds that ``status`` and ``history`` wait for each answer. The first question is asked
+#: twice, and whatever probes a container gives up after about ten.
 _PATIENCE = 2.0
 
 
@@ -191,6 +191,7 @@ def acquire(
             _print_json({"granted": True, **_plain(seen), "previous_holder": term.previous_holder})
         elif seen is not None:
             click.echo(f"granted: {_sentence(seen)}")
+        # Otherwise it is not closed: the lease outlives this process, until it expires.
         if hold:
             _hold(elector, told, as_json)
 

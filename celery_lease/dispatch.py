@@ -18,7 +18,7 @@ from celery_lease.errors import StoreError
 from celery_lease.interrupts import put_off
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Run, RunState
-from celery_lease.publish import FLUSH, Undelivered, Unsent
+from celery_lease.publish import FLUSH, Remedy, Undelivered, Unsent
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.ledger import SQLLedger
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("celery_lease.scheduler")
 #: than half a second.
 BATCH = 500
 #: Seconds until a broker that was away is tried again, at first and at most.
-BACKOFF = (1.0, 5.0)
+FIRST_PAUSE, LAST_PAUSE = 1.0, 5.0
 #: Seconds at most until a message is tried again whose making raised an error.
 PATIENCE = 60.0
 #: Why a run is skipped whose entry is gone.
@@ -69,7 +69,8 @@ class Dispatcher:
         #: Runs whose message could not be made: how many times, and when to try again.
         self._unmade: dict[str, tuple[int, float]] = {}
         self._away = False
-        self._delay = 0.0
+        #: How many flushes in a row the broker did not take.
+        self._turned_down = 0
         self._retry_at = 0.0
 
     @property
@@ -81,7 +82,7 @@ class Dispatcher:
     def retry_in(self) -> float:
         """Seconds until what waits should be tried again."""
         if not self.waiting and self._unmarked:
-            return BACKOFF[0]
+            return FIRST_PAUSE
         at = self._retry_at
         if self._unmade:
             waiting = (each for runs in self.waiting.values() for each in runs)
@@ -122,11 +123,13 @@ class Dispatcher:
                         return
                     self._suspect(term, chunk, error)
                 else:
-                    self._away, self._delay = False, 0.0
-                    # All of these first: the database may fail us over one of the others.
+                    self._away, self._turned_down = False, 0
+                    # All that was sent is noted first: to end one of the others is a write
+                    # to the database, which may fail us.
                     for run in chunk:
                         if run.id not in unsent:
                             sent.append(run.id)
+                            self._suspects.pop(run.id, None)
                             self._unmade.pop(run.id, None)
                     for run in chunk:
                         if run.id in unsent:
@@ -178,26 +181,31 @@ class Dispatcher:
 
     def _flushes(self, runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
         """Yield runs in flushes; what was turned away in company goes out alone."""
-        start = 0
-        while start < len(runs):
-            end = start
-            while end < min(start + FLUSH, len(runs)) and runs[end].id not in self._suspects:
-                end += 1
-            yield runs[start : max(end, start + 1)]
-            start = max(end, start + 1)
+        flush: list[Run] = []
+        for run in runs:
+            alone = run.id in self._suspects
+            if flush and (alone or len(flush) == FLUSH):
+                yield flush
+                flush = []
+            flush.append(run)
+            if alone:
+                yield flush
+                flush = []
+        if flush:
+            yield flush
 
     def _suspect(self, term: Term, runs: Sequence[Run], error: Undelivered) -> None:
         """Keep a flush of which the broker turned something away, each to be sent alone."""
-        guilty = []
         for run in runs:
-            times = self._suspects.setdefault(run.id, 0)
-            if len(runs) == 1 and error.lasting:
-                self._suspects[run.id] = times = times + 1
-                if times >= self._max_attempts:
-                    guilty.append(run)
-        for run in guilty:
-            self._fail(term, run, str(error))
-        self._wait(term, [each for each in runs if each not in guilty], error)
+            self._suspects.setdefault(run.id, 0)
+        if len(runs) == 1 and error.lasting:
+            # It was alone: it is to blame.
+            (run,) = runs
+            self._suspects[run.id] += 1
+            if self._suspects[run.id] >= self._max_attempts:
+                self._fail(term, run, str(error))
+                return
+        self._wait(term, runs, error)
 
     def _broker_away(self, term: Term, runs: Sequence[Run], error: Undelivered) -> None:
         """Keep what is left; what was in the flush may be with the broker, or not."""
@@ -207,8 +215,9 @@ class Dispatcher:
     def _wait(self, term: Term, runs: Sequence[Run], error: Undelivered) -> None:
         if not runs:
             return
-        self._delay = min(max(self._delay * 2, BACKOFF[0]), BACKOFF[1])
-        self._retry_at = self.elector.clock.now() + self._delay
+        delay = rising(FIRST_PAUSE, self._turned_down, LAST_PAUSE)
+        self._turned_down += 1
+        self._retry_at = self.elector.clock.now() + delay
         self._postpone(term, runs)
         logger.warning(
             "lease %r: the broker did not take messages under epoch %d (%s); %d runs stay "
@@ -217,20 +226,20 @@ class Dispatcher:
             term.epoch,
             error,
             len(runs),
-            self._delay,
+            delay,
             extra={"action": "broker-away", "lease_name": term.name, "lease_epoch": term.epoch},
         )
 
     def _not_made(self, term: Term, run: Run, unsent: Unsent) -> None:
         """End a run that can never have a message; try any other again, ever less often."""
         times, _ = self._unmade.pop(run.id, (0, 0.0))
-        if unsent.removed:
+        if unsent.remedy is Remedy.SKIP:
             self.end(term, [run], RunState.SKIPPED, REMOVED)
             return
-        if unsent.lasting:
+        if unsent.remedy is Remedy.FAIL:
             self._fail(term, run, unsent.reason)
             return
-        delay = rising(BACKOFF[0], times, PATIENCE)
+        delay = rising(FIRST_PAUSE, times, PATIENCE)
         self._unmade[run.id] = times + 1, self.elector.clock.now() + delay
         self._postpone(term, [run])
         logger.warning(

@@ -76,7 +76,7 @@ class Wishes:
 
 #: Characters that the database keeps of an entry's name.
 LONGEST_NAME = 255
-#: How far from UTC a clock without a zone may be that is taken for one of UTC.
+#: A clock without a zone counts as UTC where it is no further from it than this.
 NEAR = timedelta(minutes=1)
 #: Of an entry that asks for nothing: one for all of them.
 PLAIN = Wishes()

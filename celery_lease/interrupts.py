@@ -27,7 +27,7 @@ def put_off() -> Iterator[None]:
         yield
         return
     came: list[tuple[int, Any]] = []
-    # What is left to the system ends the process at once, or is ignored: as before.
+    # SIG_DFL and SIG_IGN are no callables, and stay: the process ends at once, or never.
     handlers = {each: handler for each in _SIGNALS if callable(handler := signal.getsignal(each))}
     for each in handlers:
         signal.signal(each, lambda number, frame: came.append((number, frame)))
@@ -36,5 +36,5 @@ def put_off() -> Iterator[None]:
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-        for number, frame in came[:1]:
+        for number, frame in came[:1]:  # The first is enough: it ends the process.
             handlers[signal.Signals(number)](number, frame)

@@ -11,6 +11,7 @@ and waits as a standby inside ``tick``, where it can be woken.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
@@ -272,16 +273,16 @@ class LeaseMixin(LeasedSends):
 
     def turn(self, term: Term, *args: Any, **kwargs: Any) -> float:
         """Do one turn under *term*; return seconds until the next."""
-        self.trouble = None
+        self.unclaimed = None
         try:
             wait = float(super().tick(*args, **kwargs) or 0.0)
         except Exception:
             # A stock tick has taken the entry off its heap by then, and would not miss it.
             self._heap = None
             raise
-        if self.trouble is not None:
+        if self.unclaimed is not None:
             self.unload()
-            raise self.trouble
+            raise self.unclaimed
         return wait
 
     def lost_after(self) -> dict[str, float]:
@@ -308,11 +309,14 @@ class LeaseMixin(LeasedSends):
         if self._closed:
             return
         self._closed = True
-        try:
+        with ExitStack() as parts:
+            # Only what was made: to ask for another would make it here. The last that is
+            # named goes first: the elector releases the lease in the store.
+            if "store" in self.__dict__:
+                parts.callback(self.store.dispose)
+            if "publisher" in self.__dict__:
+                parts.callback(self.publisher.close)
+            if "elector" in self.__dict__:
+                parts.callback(self.elector.close)
             if self._set_up:  # Celery 5.5 would close a file that was never opened
                 super().close()
-        finally:
-            for name in ("elector", "publisher", "store"):
-                part = self.__dict__.get(name)
-                if part is not None:
-                    part.dispose() if name == "store" else part.close()

@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from typing import Literal
 
 __all__ = [
     "Decision",
@@ -13,6 +14,7 @@ __all__ = [
     "MisfirePolicy",
     "Missed",
     "Occurrence",
+    "Outcome",
     "Run",
     "RunState",
     "Skipped",
@@ -65,6 +67,10 @@ def run_id(lease: str, entry: str, due_at: datetime) -> str:
     instant = due_at.astimezone(timezone.utc).isoformat(timespec="microseconds")
     # Lengths keep two names from running into each other.
     return str(uuid.uuid5(_NAMESPACE, f"{len(lease)}:{lease}{len(entry)}:{entry}{instant}"))
+
+
+#: How a run or a child task was settled. Part of the stored format.
+Outcome = Literal["committed", "failed", "expired", "revoked"]
 
 
 class RunState(str, Enum):
@@ -147,7 +153,7 @@ class Misfire:
 
     #: Which of them to fire.
     policy: MisfirePolicy
-    #: How many seconds late is still fine; None for no limit.
+    #: How many seconds late is still fine; None for no limit, which SKIP must not have.
     grace: float | None
     #: How many of them ``all`` fires at most.
     limit: int

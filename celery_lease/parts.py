@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import __version__ as celery_version
 
+from celery_lease import __version__
 from celery_lease.elector import Elector
 from celery_lease.journal import TransitionLog
 from celery_lease.lease import Holder
@@ -65,6 +66,4 @@ class LeaseParts(_Scheduler):
 
     def holder_info(self) -> dict[str, Any]:
         """Return what others may see of this process."""
-        from celery_lease import __version__
-
         return {"celery": celery_version, "celery_lease": __version__}

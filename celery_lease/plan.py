@@ -48,7 +48,7 @@ class Planner:
         settings: What entries leave to the settings.
         deadline: Celery's ``beat_cron_starting_deadline``, in seconds.
         is_due: Asks an entry, as Celery would.
-        hooked: Whether that is a user's own, which may refuse any entry.
+        hooked: Whether the user's scheduler class overrides it: then it may refuse any entry.
         is_fenced: Returns whether an entry's task is fenced.
     """
 
@@ -148,4 +148,8 @@ class Planner:
         """Return whether a "no" is that of Celery's deadline: no later one is a "yes"."""
         if not isinstance(entry.schedule, crontab) or self._deadline is None:
             return False
-        return not self._hooked or not entry.is_due()[0]
+        if self._hooked:
+            # The user's "no" may be one for now; only the stock answer is the deadline's.
+            stock_is_due, _ = entry.is_due()
+            return not stock_is_due
+        return True

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any, NamedTuple
 
 from kombu import exceptions
 
 from celery_lease.occurrence import storable
 
-__all__ = ["FLUSH", "Publisher", "Undelivered", "Unsent", "said"]
+__all__ = ["FLUSH", "Publisher", "Remedy", "Undelivered", "Unsent", "said"]
 
 #: Messages in one flush. A leader that hangs in a flush sends it late: it stays small.
 FLUSH = 100
@@ -51,15 +52,24 @@ class Undelivered(Exception):
         self.lasting = lasting
 
 
+class Remedy(Enum):
+    """What to do about a run whose message could not be made."""
+
+    #: Try again: the same message may be made later.
+    RETRY = "retry"
+    #: Fail it: the same message can never be made.
+    FAIL = "fail"
+    #: Skip it: the entry is gone, so there is nothing to make it of.
+    SKIP = "skip"
+
+
 class Unsent(NamedTuple):
     """Why one message could not be made, while the broker has the others of its flush."""
 
     #: The error, in words.
     reason: str
-    #: Whether the same message can never be made.
-    lasting: bool
-    #: Whether there is nothing to make it of: the entry is gone.
-    removed: bool = False
+    #: What to do about its run.
+    remedy: Remedy
 
 
 class Publisher:

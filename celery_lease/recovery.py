@@ -72,7 +72,9 @@ class Recovery:
         """
         closed = self._ledger.close_settled(term, limit=BATCH)
         waiting = {each.id for runs in self._dispatcher.waiting.values() for each in runs}
-        found = self._ledger.to_recover(term, limit=BATCH + len(waiting) * own, own=own)
+        # Where our own claims are among those found, so are the ones that wait here.
+        limit = BATCH + len(waiting) if own else BATCH
+        found = self._ledger.to_recover(term, limit=limit, own=own)
         left = [each for each in found if each.id not in waiting][:BATCH]
         lost = self._lost(term, BATCH - len(left))
         self._take_up(term, left + lost)

@@ -11,9 +11,9 @@ from celery.exceptions import Ignore, Reject
 from kombu import exceptions
 from kombu.serialization import registry  # type: ignore[attr-defined] # the stubs forget it
 
-from celery_lease.backend import fence_store, mark_refused, ticket_of
 from celery_lease.clock import rising
 from celery_lease.errors import StoreError
+from celery_lease.execution import fence_store, mark_refused, ticket_of
 from celery_lease.stamp import Stamp
 
 __all__ = ["carry_on", "try_later"]

@@ -193,12 +193,37 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         return batch
 
     def _dispatch(self, term: Term, batch: Batch, now: datetime) -> None:
-        """Claim, move the entries on, and send."""
+        """Claim, move the entries on, and send.
+
+        What the database does not take of one entry must not stop the others: a batch that
+        it does not take is dispatched again, an entry at a time.
+        """
         if not batch.moved:
             return
-        known = self._claim(term, batch, now)
+        known: set[str] | None = None
+        try:
+            known = self.dispatcher.ledger.claim(
+                term, batch.runs, skipped=batch.skipped, moved=self._moved(batch)
+            )
+        except CeleryLeaseError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a driver raises
+            if len(batch.moved) == 1:
+                (name,) = batch.moved
+                self.agenda.set_aside(name, now, error)
+                return
         if known is None:
+            for name in batch.moved:
+                self._dispatch(term, batch.only(name), now)
             return
+        self._advance(term, batch, now)
+        for run in batch.runs:
+            if run.id in known:
+                tell_known(term, run)
+        self.dispatcher.send(term, [each for each in batch.runs if each.id not in known])
+
+    def _advance(self, term: Term, batch: Batch, now: datetime) -> None:
+        """Move the entries on, as their rows were by the claim."""
         for name, last in batch.moved.items():
             entry = self.agenda.entries[name]
             restore(entry, last)
@@ -206,33 +231,6 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             self.agenda.put(name, now)
         for name, skipped in batch.skipped:
             tell_skipped(term, name, skipped)
-        runs = batch.runs
-        if known:
-            for run in runs:
-                if run.id in known:
-                    tell_known(term, run)
-            runs = [each for each in runs if each.id not in known]
-        self.dispatcher.send(term, runs)
-
-    def _claim(self, term: Term, batch: Batch, now: datetime) -> set[str] | None:
-        """Claim a batch; None where that was not possible as a whole.
-
-        What the database does not take of one entry must not stop the others.
-        """
-        try:
-            return self.dispatcher.ledger.claim(
-                term, batch.runs, skipped=batch.skipped, moved=self._moved(batch)
-            )
-        except CeleryLeaseError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a driver raises
-            if len(batch.moved) == 1:
-                for name in batch.moved:
-                    self.agenda.set_aside(name, now, error)
-                return None
-        for name in batch.moved:
-            self._dispatch(term, batch.only(name), now)
-        return None
 
     def _moved(self, batch: Batch) -> Sequence[EntryState]:
         """Return the state of the batch's entries as it is once they have moved on."""

@@ -23,7 +23,7 @@ from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Run, Skipped, run_id
 from celery_lease.parts import LeaseParts, logger
-from celery_lease.publish import Publisher, Unsent, said
+from celery_lease.publish import Publisher, Remedy, Unsent, said
 from celery_lease.recovery import Recovery
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stamp import Stamp
@@ -53,10 +53,10 @@ class LeasedSends(LeaseParts):
 
     #: The run that is being sent.
     _sending: Sending | None = None
-    #: The entry, where a scheduler of its own called `apply_async` for it.
+    #: The entry whose ``apply_async`` the scheduler itself called; None in a batch.
     _alone: Any = None
-    #: Why that could not claim: the scheduler's state is ahead of the ledger then.
-    trouble: CeleryLeaseError | None = None
+    #: Why that send could not be claimed: the scheduler has moved its entry on already.
+    unclaimed: CeleryLeaseError | None = None
 
     @cached_property
     def publisher(self) -> Publisher:
@@ -129,7 +129,7 @@ class LeasedSends(LeaseParts):
             claimed = self._claim_alone(term, run)
         except (LeaseLost, StoreError) as error:
             # `apply_entry` would swallow it, though a stock tick has moved the entry on.
-            self.trouble = error
+            self.unclaimed = error
             self.schedule[entry.name] = entry
             return
         self._move_on(entry, advance=advance)
@@ -140,7 +140,7 @@ class LeasedSends(LeaseParts):
             self.dispatcher.send(term, [run])
         except (LeaseLost, StoreError) as error:
             # Swallowed too; recovery looks at the claim when the turn is broken off.
-            self.trouble = error
+            self.unclaimed = error
         finally:
             self._alone = None
 
@@ -211,14 +211,15 @@ class LeasedSends(LeaseParts):
         sendings = [Sending(run, term) for run in runs]
         self.flush(sendings)
         return {
-            each.run.id: Unsent(
-                reason=said(each.trouble),
-                lasting=not self.publisher.is_delivery(each.trouble),
-                removed=isinstance(each.trouble, _Removed),
-            )
+            each.run.id: Unsent(reason=said(each.trouble), remedy=self._remedy(each.trouble))
             for each in sendings
             if each.trouble is not None
         }
+
+    def _remedy(self, trouble: BaseException) -> Remedy:
+        if isinstance(trouble, _Removed):
+            return Remedy.SKIP
+        return Remedy.RETRY if self.publisher.is_delivery(trouble) else Remedy.FAIL
 
     def flush(self, sendings: Sequence[Sending]) -> None:
         """Give the broker the messages of some runs, right after the trust was checked.

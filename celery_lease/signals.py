@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from celery import Celery, signals
 from celery.utils.dispatch import Signal
 
 from celery_lease import logs
 from celery_lease.errors import AlreadySettled, FencingError
+from celery_lease.occurrence import Outcome
 from celery_lease.stamp import inherit
 from celery_lease.transition import Action, Transition
 
@@ -20,7 +21,7 @@ __all__ = [
     "lease_lost",
     "lease_released",
     "occurrence_skipped",
-    "refuse",
+    "announce_refusal",
     "task_refused",
 ]
 
@@ -36,6 +37,16 @@ lease_lost = Signal(name="lease_lost", providing_args=["name", "epoch", "holder"
 
 #: A beat let go of its lease. Sent with ``name``, ``epoch`` and ``holder``.
 lease_released = Signal(name="lease_released", providing_args=["name", "epoch", "holder"])
+
+#: Where a task was turned away.
+Stage = Literal["start", "commit", "settle", "failure", "expired", "revoked"]
+
+_STAGES: dict[Outcome, Stage] = {
+    "committed": "settle",
+    "failed": "failure",
+    "expired": "expired",
+    "revoked": "revoked",
+}
 
 #: A worker turned a task away. The sender is the task. Sent with ``task_id``, ``request``,
 #: ``epoch`` and ``current_epoch``, ``reason``: stale or duplicate,
@@ -90,7 +101,14 @@ def announce(transition: Transition) -> None:
         lease_released.send(sender=transition.name, **told)
 
 
-def refuse(task: Any, request: Any, epoch: int, error: FencingError, stage: str) -> None:
+def stage_of(outcome: Outcome) -> Stage:
+    """Return where a task is turned away whose *outcome* is not recorded."""
+    return _STAGES[outcome]
+
+
+def announce_refusal(
+    task: Any, request: Any, epoch: int, error: FencingError, stage: Stage
+) -> None:
     """Tell the log, the signal's receivers and the event stream that a task was turned away.
 
     Args:

@@ -19,7 +19,7 @@ from celery import _state
 from celery._state import get_current_app
 
 from celery_lease.errors import MissingEpoch
-from celery_lease.lease import Fence
+from celery_lease.lease import MAX_EPOCH, Fence
 
 __all__ = ["Stamp", "current_stamp", "enclosing_stamp", "inherit", "lend", "running_request"]
 
@@ -199,7 +199,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_epoch(value: Any) -> bool:
     # True is an int too, and 10**30 is more than any database counts.
-    return type(value) is int and 0 < value < 2**53
+    return type(value) is int and 0 < value < MAX_EPOCH
 
 
 def _parse_origin(value: Any) -> tuple[int, str] | None:

@@ -20,16 +20,9 @@ from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.exceptions import OperationalError
 
-from celery_lease.backend import (
-    GuardedBackend,
-    fence_store,
-    follows,
-    mark_refused,
-    ticket_of,
-    took_in,
-    vouch,
-)
+from celery_lease.backend import GuardedBackend
 from celery_lease.bypass import refuse_bypass
+from celery_lease.canvas import free_steps, with_id
 from celery_lease.errors import (
     AlreadySettled,
     FencingError,
@@ -40,10 +33,18 @@ from celery_lease.errors import (
     StoreUnavailable,
     UnsafeTransaction,
 )
+from celery_lease.execution import (
+    fence_store,
+    follows,
+    mark_refused,
+    ticket_of,
+    took_in,
+    vouch,
+)
 from celery_lease.guards.fence import TaskFence, Unfenced
-from celery_lease.occurrence import Occurrence
+from celery_lease.occurrence import Occurrence, Outcome
 from celery_lease.republish import carry_on, try_later
-from celery_lease.signals import install, refuse
+from celery_lease.signals import Stage, announce_refusal, install, stage_of
 from celery_lease.stamp import Stamp, current_stamp, enclosing_stamp, running_request
 from celery_lease.stores.fences import Ticket, refusal
 
@@ -243,26 +244,35 @@ class FencedTask(_Task):
         if fence.refused is not None:
             # Even if the body swallowed it.
             self._turn_away(request, stamp, fence.ticket, fence.refused, "commit")
+        outcome = _outcome(fence, error)
         if fence.settled:
-            if _outcome(fence, error) == "failed":
+            if outcome == "failed":
                 self._tell_late_failure(request, error)
-        elif isinstance(error, _AWAY):
+            vouch(request)
+            return
+        if isinstance(error, _AWAY):
             try_later(self, request, error)
-        else:
-            outcome = _outcome(fence, error)
-            in_place = request.is_eager and outcome == "failed"
-            if fence.handed_on and (error is None or in_place):
-                self._let_pass(fence, request, stamp)
-            if outcome is None or (fence.handed_on and in_place):
-                return
-            try:
-                self._patiently(lambda: fence.settle(outcome))
-            except (StaleEpoch, AlreadySettled) as refused:
-                stage = "failure" if outcome == "failed" else "settle"
-                self._turn_away(request, stamp, fence.ticket, refused, stage)
-            except _AWAY as away:
-                try_later(self, request, away)
+        # An eager retry or replacement ran inside this body, and its failure comes up here.
+        heirs_failure = fence.handed_on and request.is_eager and outcome == "failed"
+        if heirs_failure or (fence.handed_on and error is None):
+            self._let_pass(fence, request, stamp)
+        if outcome is None or heirs_failure:
+            return
+        self._settle(fence, request, stamp, outcome)
         vouch(request)
+
+    def _settle(self, fence: TaskFence, request: Any, stamp: Stamp, outcome: Outcome) -> None:
+        """Put the outcome on record.
+
+        Raises:
+            Ignore: It is stale, a duplicate, or the database does not answer.
+        """
+        try:
+            self._patiently(lambda: fence.settle(outcome))
+        except (StaleEpoch, AlreadySettled) as refused:
+            self._turn_away(request, stamp, fence.ticket, refused, stage_of(outcome))
+        except _AWAY as away:
+            try_later(self, request, away)
 
     def _let_pass(self, fence: TaskFence, request: Any, stamp: Stamp) -> None:
         """Let a result be stored, though the id goes on: ``retry(throw=False)`` and a return.
@@ -294,18 +304,18 @@ class FencedTask(_Task):
             pause = min(pause * 2, 0.5)
 
     def _turn_away(
-        self, request: Any, stamp: Stamp, ticket: Ticket, error: FencingError, stage: str
+        self, request: Any, stamp: Stamp, ticket: Ticket, error: FencingError, stage: Stage
     ) -> NoReturn:
         """End without a result: it would be another attempt's."""
         if isinstance(error, StaleEpoch) and not request.is_eager:
             if ticket.task_id == ticket.run:
                 mark_refused(fence_store(self.app), ticket)
-                refuse(self, request, stamp.epoch, error, stage)
+                announce_refusal(self, request, stamp.epoch, error, stage)
             elif not self._carry_on(request, stamp, ticket):
-                refuse(self, request, stamp.epoch, error, stage)
+                announce_refusal(self, request, stamp.epoch, error, stage)
                 self.backend.fail_alone(request, stamp, error)
         else:
-            refuse(self, request, stamp.epoch, error, stage)
+            announce_refusal(self, request, stamp.epoch, error, stage)
         raise Ignore(str(error)) from error
 
     def _carry_on(self, request: Any, stamp: Stamp, ticket: Ticket) -> bool:
@@ -345,7 +355,11 @@ class FencedTask(_Task):
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Retry as Celery does; without a message, the outcome is this attempt's."""
+        """Retry as Celery does; without a message, the outcome is this attempt's.
+
+        Raises:
+            StaleEpoch: As :meth:`signature_from_request`, which says what else.
+        """
         with self._handing_on():
             try:
                 return super().retry(*args, **kwargs)
@@ -376,7 +390,7 @@ class FencedTask(_Task):
         """
         if self.request.is_eager:
             # Here and now, under this id: how that ends is the end of the run.
-            _free_steps(sig)
+            free_steps(sig)
             self._settle_for(sig)
             return super().on_replace(sig)
         with self._handing_on():
@@ -401,7 +415,7 @@ class FencedTask(_Task):
         request = self.request
         fence = self._own_fence(request)
         if fence is not None:
-            heir = _with_id(sig, fence.ticket.task_id)
+            heir = with_id(sig, fence.ticket.task_id)
             if heir is not None and heir.task not in self.app.tasks:
                 # Settled here, a fenced one would be refused as a duplicate; not settled,
                 # a plain one's run would be sent again.
@@ -519,7 +533,7 @@ def _behind(body: _Body | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def _outcome(fence: TaskFence, error: Exception | None) -> str | None:
+def _outcome(fence: TaskFence, error: Exception | None) -> Outcome | None:
     """Return how a body that ended so is recorded; None where it goes on elsewhere."""
     if isinstance(error, Retry) or (
         isinstance(error, Reject) and getattr(error, "requeue", False)
@@ -530,28 +544,9 @@ def _outcome(fence: TaskFence, error: Exception | None) -> str | None:
     return "failed"
 
 
-def _free_steps(sig: Any) -> None:
-    """Let each step of a chain keep its own id: an eager one gives them all the chain's."""
-    if sig.get("subtask_type") == "chain":
-        sig.options.pop("task_id", None)
-    steps = getattr(sig, "tasks", None) or ()  # of a chord, its header
-    for each in [*getattr(steps, "tasks", steps), getattr(sig, "body", None)]:
-        if each is not None:
-            _free_steps(each)
-
-
-def _with_id(sig: Any, task_id: str) -> Any:
-    """Return the signature inside *sig* that has this id; None if there is none."""
-    body = getattr(sig, "body", None)
-    inner = [body] if body is not None else getattr(sig, "tasks", None)
-    if inner:
-        found = (_with_id(each, task_id) for each in reversed(inner))
-        return next((each for each in found if each is not None), None)
-    return sig if sig.options.get("task_id") == task_id else None
-
-
-# Celery's own mark for a request whose body runs already: ours is one that tells which.
-# An attribute of our own would travel into the headers of a retry.
+# Celery marks a request whose body runs with ``_protected = 1``, so that a second __call__
+# has a request of its own. Ours is a number that also tells *which* body it is. An attribute
+# with a name of ours would travel into the headers of a retry.
 
 
 def _is_running(request: Any) -> bool:

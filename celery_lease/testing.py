@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from celery_lease.errors import StoreContention
 from celery_lease.lease import Holder, Lease, Term
-from celery_lease.occurrence import Occurrence
+from celery_lease.occurrence import Occurrence, RunState
 from celery_lease.stamp import Stamp
 from celery_lease.stores.dialects import utcnow
 from celery_lease.stores.leases import SQLLeaseStore
@@ -37,6 +37,7 @@ class HeldLease:
     Args:
         url: SQLAlchemy URL of the lease database.
         term: The term that is held.
+        store: Its lease database.
     """
 
     def __init__(self, url: str, term: Term, store: SQLLeaseStore) -> None:
@@ -108,7 +109,7 @@ class HeldLease:
                     epoch=self.epoch,
                     term=self.term.uuid,
                     fenced=fenced,
-                    state="published",
+                    state=RunState.PUBLISHED.value,
                     open=True,
                     claimed_at=utcnow(),
                     published_at=utcnow(),

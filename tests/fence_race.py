@@ -35,7 +35,7 @@ from celery import Celery
 from sqlalchemy.orm import sessionmaker
 
 from celery_lease import FencedTask
-from celery_lease.backend import fence_store
+from celery_lease.execution import fence_store
 from celery_lease.signals import task_refused
 from celery_lease.testing import HeldLease, hold, run
 from tests.services import MariaDB, PostgreSQL, Redis

@@ -20,9 +20,9 @@ from celery.utils.dispatch import Signal
 
 import celery_lease
 from celery_lease import canary, cli, errors, signals
-from celery_lease.backend import fence_store
 from celery_lease.due import due_at, missed
 from celery_lease.entry import PLAIN, Wishes
+from celery_lease.execution import fence_store
 from celery_lease.occurrence import Misfire, MisfirePolicy, Occurrence, RunState
 from celery_lease.settings import Settings
 from celery_lease.stores.leases import SQLLeaseStore

@@ -25,7 +25,7 @@ from celery_lease.errors import (
 )
 from celery_lease.settings import positive_duration
 from celery_lease.stores.dialects import Direct, database_of
-from celery_lease.stores.fences import FenceStore, Ticket, missing_fence, refusal
+from celery_lease.stores.fences import FenceStore, Ticket, missing_fence, passes, refusal
 
 __all__ = ["guarded"]
 
@@ -132,19 +132,8 @@ def _give_back(connection: Any, seen: _Connection) -> None:
 
 def _guard(seen: _Connection, ticket: Ticket, store: FenceStore, *, final: bool) -> None:
     """Run the guard's statement; what it raises rolls the block back."""
-    database = database_of(seen.dialect)
     try:
-        if final:
-            values = ticket.values("committed")
-            passed = database.settle(seen, idle=store.idle, **values)
-        else:
-            passed = database.check(
-                seen,
-                lease=ticket.lease,
-                epoch=ticket.epoch,
-                term=ticket.term,
-                idle=store.idle,
-            )
+        passed = passes(seen, ticket, final=final, idle=store.idle)
     except DatabaseError as error:
         raise _reason(seen, ticket, store, error) from error
     if not passed:

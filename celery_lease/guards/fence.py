@@ -14,7 +14,7 @@ from celery_lease.errors import (
     UnsafeTransaction,
 )
 from celery_lease.guards.sqlalchemy import Guard, guarded, plain
-from celery_lease.occurrence import Occurrence
+from celery_lease.occurrence import Occurrence, Outcome
 from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
 
 __all__ = ["TaskFence", "Unfenced"]
@@ -46,6 +46,8 @@ class TaskFence:
     @property
     def settled(self) -> bool:
         """Whether the one outcome is on record, by this execution.
+
+        Asks the database where the body committed inside the open block.
 
         Raises:
             StoreError: There was a commit inside the open block, and the database does
@@ -87,7 +89,7 @@ class TaskFence:
         """
         self._raise(refusal(self.ticket, self.store.look(self.ticket)))
 
-    def settle(self, outcome: str) -> None:
+    def settle(self, outcome: Outcome) -> None:
         """Record how the task ended. Done for you after the body.
 
         Args:
@@ -126,8 +128,12 @@ class TaskFence:
             StaleEpoch: A newer epoch took over. Nothing was written.
             AlreadySettled: Another delivery was faster. Nothing was written.
             MissingFence: The target is not in the lease database. Nothing was written.
+            StoreContention: The fence was moving. Nothing was written; try again.
             UnsafeTransaction: The guard cannot be the last word here.
             ConfigurationError: *idle* is no number of seconds above 0.
+            TypeError: *target* is none of these.
+            sqlalchemy.exc.DBAPIError: As without a guard. Where the answer to the COMMIT
+                was lost, the task's outcome is looked up before its result is stored.
         """
         with self._block():
             guard = self._guard = Guard(self.ticket, self.store, final=final, idle=idle)
@@ -158,7 +164,10 @@ class TaskFence:
             StaleEpoch: A newer epoch took over. Nothing was written.
             AlreadySettled: Another delivery was faster. Nothing was written.
             MissingFence: The lease tables are elsewhere. Nothing was written.
+            StoreContention: The fence was moving. Nothing was written; try again.
             UnsafeTransaction: A transaction was begun before.
+            ConfigurationError: *idle* is no number of seconds above 0.
+            django.db.Error: As without a guard.
         """
         from celery_lease.guards.django import guarded
 

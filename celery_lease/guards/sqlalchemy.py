@@ -26,7 +26,7 @@ from celery_lease.errors import (
 )
 from celery_lease.settings import positive_duration
 from celery_lease.stores.dialects import Direct, database_of, masked, translated, within
-from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, refusal
+from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, passes, refusal
 
 __all__ = ["Guard", "guarded", "plain"]
 
@@ -91,7 +91,7 @@ class Guard:
         if self._engine is not None and connection.engine is not self._engine:
             raise self.unsafe("the session works on two engines, and only one can be guarded")
         database = database_of(connection.dialect)
-        if database.autocommits(connection):
+        if database.autocommits(connection.connection.dbapi_connection):
             raise self.unsafe("the connection is in AUTOCOMMIT, so writes would precede the guard")
         self._engine = connection.engine
         self._connections.add(connection)
@@ -173,7 +173,8 @@ class Guard:
         error: BaseException | None = None
         try:
             with translated(connection.engine):
-                if self._statement(self._within(connection)):
+                way, idle = self._within(connection), self._store.idle
+                if passes(way, self.ticket, final=self._final, idle=idle):
                     return None
         except SchemaMismatch:
             return missing_fence(self.ticket.lease, masked(connection.engine.url))
@@ -200,19 +201,6 @@ class Guard:
 
     def _contention(self) -> StoreContention:
         return StoreContention(f"the fence of {self.ticket.lease!r} was moving; try again")
-
-    def _statement(self, connection: Direct) -> bool:
-        database = database_of(connection.dialect)
-        if self._final:
-            values = self.ticket.values("committed")
-            return database.settle(connection, idle=self._store.idle, **values)
-        return database.check(
-            connection,
-            lease=self.ticket.lease,
-            epoch=self.ticket.epoch,
-            term=self.ticket.term,
-            idle=self._store.idle,
-        )
 
     def succeeded(self) -> None:
         """Take note that the COMMIT after the guard was answered."""
@@ -273,8 +261,8 @@ def guarded(target: Any, guard: Guard) -> Iterator[Any]:
         TypeError: *target* is none of these.
     """
     with _opened(target) as work:
-        within = _session if isinstance(work, Session) else _connection
-        with within(work, guard):
+        block = _session if isinstance(work, Session) else _connection
+        with block(work, guard):
             yield work
 
 
@@ -322,15 +310,15 @@ def _session(session: Session, guard: Guard) -> Iterator[None]:
         _begin(session)
         yield
         guard.raise_refusal()
-        _begin(session)  # Ended inside: there is still an outcome to record.
+        _begin(session)  # The block may have ended it: there is still an outcome to record.
         if guard.open:
-            # What it has to write says best on which of its engines.
+            # A session with several binds chooses its engine by what it writes: flush first.
             session.flush()
         if guard.open and not _begun(session):
             try:
                 session.connection(bind_arguments=guard.bind_arguments(session))
             except sa.exc.UnboundExecutionError:
-                # Its tables have engines, it has none itself, and none was written to.
+                # It has no bind of its own, its tables' binds differ, and it wrote nothing.
                 guard.speak_alone()
         _commit(session, guard)
         guard.must_have_spoken()
@@ -352,7 +340,8 @@ def _connection(connection: sa.Connection, guard: Guard) -> Iterator[None]:
         yield
         guard.raise_refusal()
         if guard.open and not connection.in_transaction():
-            connection.begin()  # Rolled back inside: there is still an outcome to record.
+            # The block rolled back by itself: there is still an outcome to record.
+            connection.begin()
         _commit(connection, guard)
     except BaseException:
         connection.rollback()

@@ -19,7 +19,8 @@ from celery_lease.errors import (
     StoreUnavailable,
 )
 from celery_lease.lease import Fence
-from celery_lease.occurrence import Occurrence
+from celery_lease.occurrence import Occurrence, Outcome, RunState
+from celery_lease.settings import Settings
 from celery_lease.stores.dialects import (
     Direct,
     create_engine,
@@ -30,7 +31,7 @@ from celery_lease.stores.dialects import (
 )
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
 
-__all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "refusal"]
+__all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "passes", "refusal"]
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Ticket:
     #: Uuid of this one execution: a redelivered message has another.
     execution: str
 
-    def values(self, outcome: str) -> dict[str, Any]:
+    def values(self, outcome: Outcome) -> dict[str, Any]:
         """Return the commit row that records *outcome*."""
         return {
             "task_id": self.task_id,
@@ -126,10 +127,13 @@ _REFUSE = (
         run_table.c.id == sa.bindparam("run_id"),
         run_table.c.epoch == sa.bindparam("of_epoch"),
         run_table.c.term == sa.bindparam("of_term"),
-        sa.or_(run_table.c.state == "claimed", run_table.c.state == "published"),
+        sa.or_(
+            run_table.c.state == RunState.CLAIMED.value,
+            run_table.c.state == RunState.PUBLISHED.value,
+        ),
         ~sa.exists().where(commit_table.c.task_id == run_table.c.id),
     )
-    .values(state="refused", open=True)
+    .values(state=RunState.REFUSED.value, open=True)
 )
 
 
@@ -166,22 +170,46 @@ def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
     if found is None:
         raise missing_fence(ticket.lease, shown)
     row = _Row(*found)
-    settled = row.fence_epoch == row.lease_epoch and row.fence_term == row.lease_term
+    raised = (row.fence_epoch, row.fence_term)
+    # Between its acquire and its raising of the fence a takeover shows two terms.
+    fence = occurrence = settled_under = None
+    if raised == (row.lease_epoch, row.lease_term):
+        fence = Fence(name=ticket.lease, epoch=row.fence_epoch, term=row.fence_term)
+    if row.entry is not None:
+        occurrence = Occurrence(
+            lease=ticket.lease, entry=row.entry, due_at=row.due_at, attempt=row.attempt
+        )
+    if row.settled_epoch is not None:
+        settled_under = (row.settled_epoch, row.settled_term)
     return Standing(
-        current=settled and (row.fence_epoch, row.fence_term) == (ticket.epoch, ticket.term),
+        current=fence is not None and raised == (ticket.epoch, ticket.term),
         epoch=max(row.fence_epoch, row.lease_epoch),
-        fence=Fence(name=ticket.lease, epoch=row.fence_epoch, term=row.fence_term)
-        if settled
-        else None,
+        fence=fence,
         outcome=row.outcome,
         execution=row.execution,
-        occurrence=None
-        if row.entry is None
-        else Occurrence(
-            lease=ticket.lease, entry=row.entry, due_at=row.due_at, attempt=row.attempt
-        ),
+        occurrence=occurrence,
         fenced=row.fenced,
-        settled_under=None if row.settled_epoch is None else (row.settled_epoch, row.settled_term),
+        settled_under=settled_under,
+    )
+
+
+def passes(connection: Direct, ticket: Ticket, *, final: bool, idle: float) -> bool:
+    """Run the guard's statement: the last one of the transaction on *connection*.
+
+    Args:
+        connection: In the transaction that is about to commit.
+        ticket: What is shown at the fence.
+        final: Whether passing settles the ticket's task, or is only a check.
+        idle: Seconds that the server waits for the COMMIT.
+
+    Returns:
+        False where another epoch or term is current. A duplicate raises IntegrityError.
+    """
+    database = database_of(connection.dialect)
+    if final:
+        return database.settle(connection, idle=idle, **ticket.values("committed"))
+    return database.check(
+        connection, lease=ticket.lease, epoch=ticket.epoch, term=ticket.term, idle=idle
     )
 
 
@@ -255,6 +283,11 @@ class FenceStore:
         #: The URL without its password.
         self.shown = masked(url)
 
+    @classmethod
+    def of(cls, settings: Settings) -> FenceStore:
+        """Return the store that these settings name. Nothing is connected yet."""
+        return cls(settings.url, settings.engine_options, idle=settings.guard_idle)
+
     @property
     def engine(self) -> sa.Engine:
         """This process's engine."""
@@ -298,7 +331,7 @@ class FenceStore:
         except SchemaMismatch as error:
             raise missing_fence(ticket.lease, self.shown) from error
 
-    def settle(self, ticket: Ticket, outcome: str) -> str:
+    def settle(self, ticket: Ticket, outcome: Outcome) -> str:
         """Record the one outcome of the ticket's task, if it is current.
 
         Args:

@@ -69,7 +69,8 @@ class SQLLeaseStore(Repair):
     def _create(self) -> None:
         with self._translated(), self.database.schema_lock(self.engine) as connection:
             metadata.create_all(connection, checkfirst=True)
-            # It leaves out the indexes of a table that is there, where DDL commits by itself.
+            # create_all() leaves out the indexes of a table that is there. MySQL commits each
+            # DDL statement, so that a process which died in between leaves such a table.
             for index in (each for table in metadata.sorted_tables for each in table.indexes):
                 index.create(connection, checkfirst=True)
             # Last, so that tables without it are known to be half made.

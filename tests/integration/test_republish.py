@@ -12,7 +12,7 @@ from celery.worker.request import Request
 from kombu.exceptions import OperationalError
 
 from celery_lease import FencedTask, Occurrence, StoreUnavailable
-from celery_lease.backend import fence_store
+from celery_lease.execution import fence_store
 from celery_lease.republish import carry_on
 from tests.integration.workshop import Workshop
 

@@ -23,7 +23,7 @@ from celery_lease import (
     StoreUnavailable,
 )
 from celery_lease import backend as backends
-from celery_lease.backend import fence_store
+from celery_lease.execution import fence_store
 from celery_lease.testing import run
 from tests.integration.workshop import Workshop
 
@@ -1101,7 +1101,8 @@ def test_a_process_that_is_lost_after_another_delivery_succeeded_is_no_failure(
     lost = Context(id=result.id, stamps=stamps, errbacks=[errback.s()])
     work.backend.mark_as_failure(result.id, WorkerLostError("killed"), request=lost)
     assert "errback" not in {name for name, _, _ in workshop.published}
-    assert workshop.refusals[-1]["reason"] == ("stale" if stale else "duplicate")
+    refusal = workshop.refusals[-1]
+    assert (refusal["stage"], refusal["reason"]) == ("failure", "stale" if stale else "duplicate")
 
 
 def test_a_process_that_is_lost_under_a_grant_that_was_made_twice_is_no_failure(

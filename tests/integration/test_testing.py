@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from celery_lease import FencedTask
-from celery_lease.backend import fence_store
+from celery_lease.execution import fence_store
 from celery_lease.settings import Settings
 from celery_lease.testing import HeldLease, hold, run
 from tests.integration.workshop import Workshop

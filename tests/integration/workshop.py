@@ -16,7 +16,7 @@ from celery.worker import state
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from celery_lease import FencedTask
-from celery_lease.backend import fence_store
+from celery_lease.execution import fence_store
 from celery_lease.signals import task_refused
 from celery_lease.testing import HeldLease, hold
 from tests.services.base import wait_until

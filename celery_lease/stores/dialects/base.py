@@ -126,12 +126,11 @@ class Database:
             info: Its ``Connection.info``.
         """
 
-    def autocommits(self, connection: sa.Connection | Direct) -> bool:
-        """Return whether each statement on this connection commits by itself.
+    def autocommits(self, dbapi: Any) -> bool:
+        """Return whether each statement on a driver's connection commits by itself.
 
         Asked of the driver: the isolation level that a server reports does not tell.
         """
-        dbapi = connection.connection.dbapi_connection
         asked = getattr(dbapi, "get_autocommit", None)
         return bool(asked() if asked is not None else getattr(dbapi, "autocommit", False))
 

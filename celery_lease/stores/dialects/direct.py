@@ -41,17 +41,16 @@ class Direct:
         self._schemas = tuple((options.get("schema_translate_map") or {}).items())
 
     @property
-    def connection(self) -> Direct:
-        """Itself, which knows the driver's connection."""
-        return self
-
-    @property
     def dbapi_connection(self) -> Any:
         """The driver's connection."""
         raise NotImplementedError
 
     def execute(self, statement: sa.Executable, values: Mapping[str, Any]) -> Answer:
-        """Run a SELECT of at most one row, or a statement that changes rows."""
+        """Run a SELECT of at most one row, or a statement that changes rows.
+
+        Columns are read by their types, but *values* go to the driver as they are: give
+        text, numbers and booleans, and no instants, which only ``UTCDateTime`` converts.
+        """
         text = compiled(statement, self.dialect, self._schemas)
         row, rowcount = self._run(text, text.parameters(values))
         return Answer(None if row is None else text.read(row), rowcount)

@@ -189,7 +189,7 @@ class MySQL(Database):
         A statement that commits by itself leaves no transaction to be idle in.
         """
         info = connection.info
-        if info.get(_LIMIT) == seconds or self.autocommits(connection):
+        if info.get(_LIMIT) == seconds or self.autocommits(connection.dbapi_connection):
             return
         if _BEFORE not in info:
             row = connection.unseen(_READ).row

@@ -166,9 +166,8 @@ class SQLite(OnConflict):
         if not dbapi.in_transaction and _NO_BEGIN.match(statement) is None:
             dbapi.execute("BEGIN").close()
 
-    def autocommits(self, connection: sa.Connection | Direct) -> bool:
+    def autocommits(self, dbapi: Any) -> bool:
         """Look for an open transaction: isolation_level None may mean explicit BEGINs."""
-        dbapi: Any = connection.connection.dbapi_connection
         if dbapi.in_transaction:
             return False
         return dbapi.isolation_level is None or getattr(dbapi, "autocommit", None) is True
