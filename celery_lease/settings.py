@@ -177,7 +177,8 @@ def positive_duration(setting: str, value: Any) -> float:
     seconds = duration(setting, value)
     if seconds <= 0:
         raise ConfigurationError(
-            f"{setting} = {seconds:g} cannot be; give a number of seconds above 0", setting=setting
+            f"{setting} = {seconds:g} is not allowed; give a number of seconds above 0",
+            setting=setting,
         )
     return seconds
 
@@ -260,7 +261,7 @@ _READERS: dict[str, Any] = {
 def _require(holds: bool, name: str, value: object, way_out: str) -> None:
     if not holds:
         raise ConfigurationError(
-            f"{PREFIX}{name} = {value!r} cannot be; {way_out}", setting=PREFIX + name
+            f"{PREFIX}{name} = {value!r} is not allowed; {way_out}", setting=PREFIX + name
         )
 
 
