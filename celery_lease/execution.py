@@ -66,6 +66,7 @@ def ticket_of(stamp: Stamp, task_id: str) -> Ticket:
         task_id=task_id,
         run=stamp.run,
         execution=str(uuid.uuid4()),
+        origin="" if task_id == stamp.run else _attempt(stamp),
     )
 
 
@@ -74,8 +75,13 @@ def ticket_of_step(stamp: Stamp) -> Ticket:
 
     A failure is reported in several ways, and each of them finds its own outcome.
     """
-    attempt = uuid.uuid5(uuid.NAMESPACE_OID, f"{stamp.run} {stamp.epoch} {stamp.term}")
-    return replace(ticket_of(stamp, stamp.run), execution=str(attempt))
+    return replace(ticket_of(stamp, stamp.run), execution=_attempt(stamp))
+
+
+def _attempt(stamp: Stamp) -> str:
+    """Return a uuid of the attempt at a run that this is, or is a consequence of."""
+    epoch, term = stamp.first
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{stamp.run} {epoch} {term}"))
 
 
 def took_in(request: Any, ticket: Ticket) -> None:

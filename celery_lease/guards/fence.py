@@ -63,7 +63,9 @@ class TaskFence:
     @property
     def idempotency_key(self) -> str:
         """The same on every attempt: what to give to a service that can tell duplicates."""
-        return self.ticket.task_id
+        ticket = self.ticket
+        # A child's id may be another run's child's as well.
+        return ticket.run if ticket.task_id == ticket.run else f"{ticket.run}:{ticket.task_id}"
 
     def headers(self) -> dict[str, str]:
         """Return HTTP headers for a service that keeps the largest epoch it has seen.

@@ -29,7 +29,13 @@ from celery_lease.stores.dialects import (
     masked,
     translated_own,
 )
-from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
+from celery_lease.stores.schema import (
+    commit_table,
+    fence_table,
+    lease_table,
+    of_run,
+    run_table,
+)
 
 __all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "passes", "refusal"]
 
@@ -52,11 +58,14 @@ class Ticket:
     run: str
     #: Uuid of this one execution: a redelivered message has another.
     execution: str
+    #: Of a child, a uuid of the attempt that it is a consequence of: its id may repeat.
+    origin: str = ""
 
     def values(self, outcome: Outcome) -> dict[str, Any]:
         """Return the commit row that records *outcome*."""
         return {
             "task_id": self.task_id,
+            "origin": self.origin,
             "lease": self.lease,
             "epoch": self.epoch,
             "term": self.term,
@@ -113,9 +122,18 @@ _LOOK = (
     )
     .select_from(fence_table)
     .join(lease_table, lease_table.c.name == fence_table.c.name)
-    .outerjoin(_own, _of_lease(_own, _own.c.task_id == sa.bindparam("task_id")))
+    .outerjoin(
+        _own,
+        _of_lease(
+            _own,
+            sa.and_(
+                _own.c.task_id == sa.bindparam("task_id"),
+                _own.c.origin == sa.bindparam("origin"),
+            ),
+        ),
+    )
     .outerjoin(run_table, _of_lease(run_table, run_table.c.id == sa.bindparam("run")))
-    .outerjoin(_runs, _of_lease(_runs, _runs.c.task_id == sa.bindparam("run")))
+    .outerjoin(_runs, _of_lease(_runs, of_run(_runs, sa.bindparam("run"))))
     .where(fence_table.c.name == sa.bindparam("lease"))
 )
 
@@ -131,7 +149,7 @@ _REFUSE = (
             run_table.c.state == RunState.CLAIMED.value,
             run_table.c.state == RunState.PUBLISHED.value,
         ),
-        ~sa.exists().where(commit_table.c.task_id == run_table.c.id),
+        ~sa.exists().where(of_run(commit_table, run_table.c.id)),
     )
     .values(state=RunState.REFUSED.value, open=True)
 )
@@ -165,7 +183,12 @@ def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
     Raises:
         MissingFence: There is no fence for its lease in this database.
     """
-    values = {"task_id": ticket.task_id, "run": ticket.run, "lease": ticket.lease}
+    values = {
+        "task_id": ticket.task_id,
+        "origin": ticket.origin,
+        "run": ticket.run,
+        "lease": ticket.lease,
+    }
     found = connection.execute(_LOOK, values).first()
     if found is None:
         raise missing_fence(ticket.lease, shown)

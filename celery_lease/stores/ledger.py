@@ -20,7 +20,7 @@ from celery_lease.occurrence import Run, RunState, Skipped, run_id
 from celery_lease.stores.dialects import Database, database_of, from_now, translated, utcnow
 from celery_lease.stores.entries import EntryState, store
 from celery_lease.stores.guarded import guarded
-from celery_lease.stores.schema import commit_table, run_table
+from celery_lease.stores.schema import commit_table, of_run, run_table
 
 __all__ = ["SQLLedger"]
 
@@ -230,7 +230,7 @@ class SQLLedger:
         """Take settled runs out of what recovery looks at; return how many."""
         settled = (
             sa.select(run_table.c.id)
-            .join(commit_table, commit_table.c.task_id == run_table.c.id)
+            .join(commit_table, of_run(commit_table, run_table.c.id))
             .where(run_table.c.lease == term.name, run_table.c.open == sa.true())
             .limit(limit)
         )
@@ -301,7 +301,7 @@ class SQLLedger:
 
 
 #: Runs beside their commit, if there is one.
-_OPEN = sa.select(run_table).outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
+_OPEN = sa.select(run_table).outerjoin(commit_table, of_run(commit_table, run_table.c.id))
 
 
 def _under(term: Term) -> list[sa.ColumnElement[bool]]:

@@ -42,6 +42,7 @@ class Probe(SQLLeaseStore):
                 within(connection),
                 idle=5.0,
                 task_id=task_id,
+                origin="",
                 lease=term.name,
                 epoch=term.epoch,
                 term=term.uuid,

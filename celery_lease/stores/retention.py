@@ -47,7 +47,8 @@ def prune(engine: sa.Engine, lease: str, *, retention: float, limit: int) -> int
         unused = ~sa.exists().where(run_table.c.id == commit_table.c.task_id)
         for query, statement in (
             (runs, sa.delete(run_table)),
-            (commits, sa.delete(commit_table).where(unused)),
+            # A child's id may be there again, and younger.
+            (commits, sa.delete(commit_table).where(unused, commit_table.c.at < old)),
             (terms, sa.delete(term_table).where(term_table.c.name == lease)),
         ):
             # Keys first: MySQL neither limits a sub-select nor deletes from what it reads.

@@ -17,6 +17,7 @@ __all__ = [
     "fence_table",
     "lease_table",
     "metadata",
+    "of_run",
     "run_table",
     "schema_table",
     "term_table",
@@ -171,10 +172,15 @@ run_table = sa.Table(
 )
 
 #: The workers' side: the one final outcome of an occurrence or a child task.
+#:
+#: ``origin`` is empty for a run. For a child it tells of which attempt at which run it is
+#: one: ids of children repeat, where a body sends a canvas that was made once and for all,
+#: or gives an id of its own.
 commit_table = sa.Table(
     "celery_lease_commit",
     metadata,
     sa.Column("task_id", _name(255), primary_key=True),
+    sa.Column("origin", sa.String(36), primary_key=True, server_default=""),
     sa.Column("lease", _name(128), nullable=False),
     sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("term", sa.String(36), nullable=False),
@@ -184,3 +190,8 @@ commit_table = sa.Table(
     sa.Index("celery_lease_commit_age", "lease", "at"),
     **_ENGINE,
 )
+
+
+def of_run(commits: sa.FromClause, run: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+    """Return the condition that a row of *commits* is the outcome of the run with this id."""
+    return sa.and_(commits.c.task_id == run, commits.c.origin == sa.literal_column("''"))

@@ -6,8 +6,8 @@ from datetime import datetime, timezone
 import pytest
 import sqlalchemy as sa
 
-from celery_lease import election as election_module
 from celery_lease import ConfigurationError, LeaderElection, LeaseLost, MissingFence, StaleEpoch
+from celery_lease import election as election_module
 from celery_lease.elector import Elector
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import term_table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime, timezone
 from typing import Any
 
@@ -12,7 +13,7 @@ from celery import Task, chain, chord, group, signals
 from celery.app.task import Context
 
 from celery_lease import FencedTask, Occurrence
-from celery_lease.testing import run
+from celery_lease.testing import hold, run
 from tests.integration.workshop import Workshop
 from tests.services.base import wait_until
 
@@ -596,3 +597,77 @@ def test_an_eager_replacement_settles_the_run_once(workshop: Workshop) -> None:
     assert result.get() == "end"
     assert workshop.notes() == [("fenced", 1)]
     assert workshop.lease.outcome(result.id) == "committed"
+
+
+# --- ids that repeat ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["chain", "chord", "own id"])
+def test_what_a_task_sends_under_an_old_id_is_done_at_each_occurrence(
+    workshop: Workshop, shape: str
+) -> None:
+    """A canvas that is made once, as the module is imported, keeps ids from its first sending."""
+
+    @workshop.task(name="first")
+    def first(self: FencedTask) -> None:
+        workshop.write(self, "first")
+
+    @workshop.task(name="second")
+    def second(self: FencedTask) -> None:
+        workshop.write(self, "second")
+
+    made_once = chain(first.si(), second.si())
+    if shape == "chord":
+        made_once = chord([first.si(), first.si()], second.si())
+    elif shape == "own id":
+        made_once = second.si().set(task_id="second-of-all")
+
+    @workshop.task(name="daily")
+    def daily(self: FencedTask) -> None:
+        made_once.delay()
+
+    for times in (1, 2):
+        with workshop.worker():
+            workshop.lease.dispatch(daily)
+            done = ("second", 1)
+            wait_until(lambda done=done, times=times: workshop.notes().count(done) >= times)
+    expected = {"chain": 2, "chord": 4, "own id": 0}[shape]
+    assert workshop.notes().count(("first", 1)) == expected
+    assert workshop.notes().count(("second", 1)) == 2
+    assert workshop.refusals == []
+
+
+def test_a_childs_id_may_be_another_leases_too(workshop: Workshop) -> None:
+    """Two apps, two leases, one database: an id that both give says nothing of the other's."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "child")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        child.apply_async(task_id="of-both")
+
+    with workshop.worker(), contextlib.closing(hold(workshop.url, "other")) as other:
+        for lease in (workshop.lease, other):
+            lease.dispatch(parent)
+        wait_until(lambda: len(workshop.notes()) == 2)
+    assert workshop.refusals == []
+
+
+def test_a_redelivered_child_is_a_duplicate_however_often_its_id_is_sent(
+    workshop: Workshop,
+) -> None:
+    """One message, one outcome."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "child")
+
+    stamp = workshop.lease.stamp("a-run")
+    with workshop.worker():
+        for times in (1, 2):
+            child.apply_async(task_id="the-child", **stamp.options())
+            workshop.wait("the-child", times)
+    assert workshop.notes() == [("child", 1)]
+    assert [each["reason"] for each in workshop.refusals] == ["duplicate"]
