@@ -8,7 +8,7 @@ it claimed as well, and this leader sends it when the broker is back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from celery_lease.errors import StoreError
 from celery_lease.interrupts import put_off
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Run, RunState
-from celery_lease.publish import FLUSH, Remedy, Undelivered, Unsent
+from celery_lease.publish import FLUSH, Flushed, Remedy, Undelivered, Unsent
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.ledger import SQLLedger
 
@@ -29,6 +29,8 @@ logger = logging.getLogger("celery_lease.scheduler")
 #: Runs in one claim, and in one round of recovery: what keeps the loop away for less
 #: than half a second.
 BATCH = 500
+#: Seconds after which no further flush is begun: what is left is for the next tick.
+SENDING = 1.0
 #: Seconds until a broker that was away is tried again, at first and at most.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 5.0
 #: Seconds at most until a message is tried again whose making raised an error.
@@ -43,8 +45,8 @@ class Dispatcher:
     Args:
         ledger: Where the runs are.
         elector: Knows whether we may send.
-        flush: Gives the broker the messages of some runs; returns why those that have
-            none have none, by id. Raises Undelivered.
+        flush: Gives the broker the messages of some runs, or of the first of them.
+            Raises Undelivered.
         max_attempts: How many times a message is turned away before its run fails.
     """
 
@@ -52,7 +54,7 @@ class Dispatcher:
         self,
         ledger: SQLLedger,
         elector: Elector,
-        flush: Callable[[Term, Sequence[Run]], dict[str, Unsent]],
+        flush: Callable[[Term, Sequence[Run]], Flushed],
         *,
         max_attempts: int,
     ) -> None:
@@ -66,6 +68,8 @@ class Dispatcher:
         self._unmarked: list[str] = []
         #: How many times the broker turned a run's message away, once it was sent alone.
         self._suspects: dict[str, int] = {}
+        #: Entries whose last message the broker turned away for what it is.
+        self._unwanted: set[str] = set()
         #: Runs whose message could not be made: how many times, and when to try again.
         self._unmade: dict[str, tuple[int, float]] = {}
         self._away = False
@@ -111,32 +115,43 @@ class Dispatcher:
 
     def _send(self, term: Term, runs: Sequence[Run]) -> None:
         sent: list[str] = []
-        done = 0
+        until = self.elector.clock.now() + SENDING
+        left = list(runs)
         try:
-            for chunk in self._flushes(runs):
+            while left:
                 self.elector.check()
+                chunk = self._next_flush(left)
                 try:
-                    unsent = self._flush(term, chunk)
+                    flushed = self._flush(term, chunk)
                 except Undelivered as error:
+                    taken = [run for run in chunk if run.id in error.taken]
+                    self._note_sent(taken, sent)
+                    chunk, left = [run for run in chunk if run not in taken], left[len(chunk) :]
                     if not error.turned_away:
-                        self._broker_away(term, runs[done:], error)
+                        self._broker_away(term, [*chunk, *left], error)
                         return
                     self._suspect(term, chunk, error)
-                else:
-                    self._away, self._turned_down = False, 0
-                    # All that was sent is noted first: to end one of the others is a write
-                    # to the database, which may fail us.
-                    for run in chunk:
-                        if run.id not in unsent:
-                            sent.append(run.id)
-                            self._suspects.pop(run.id, None)
-                            self._unmade.pop(run.id, None)
-                    for run in chunk:
-                        if run.id in unsent:
-                            self._not_made(term, run, unsent[run.id])
-                done += len(chunk)
+                    continue
+                self._away, self._turned_down = False, 0
+                chunk, left = chunk[: flushed.tried], left[flushed.tried :]
+                # All that was sent is noted first: to end one of the others is a write to the
+                # database, which may fail us.
+                self._note_sent([run for run in chunk if run.id not in flushed.unsent], sent)
+                for run in chunk:
+                    if run.id in flushed.unsent:
+                        self._not_made(term, run, flushed.unsent[run.id])
+                if self.elector.clock.now() > until:
+                    break
+            self._postpone(term, left)
         finally:
             self._mark(term, sent)
+
+    def _note_sent(self, runs: Sequence[Run], sent: list[str]) -> None:
+        for run in runs:
+            sent.append(run.id)
+            self._suspects.pop(run.id, None)
+            self._unmade.pop(run.id, None)
+            self._unwanted.discard(run.entry)
 
     def resend(self, term: Term) -> None:
         """Try again what waits, if it is time to."""
@@ -179,30 +194,24 @@ class Dispatcher:
             if state is RunState.SKIPPED:
                 _announce_skipped(term, run, reason)
 
-    def _flushes(self, runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
-        """Yield runs in flushes; what was turned away in company goes out alone."""
-        flush: list[Run] = []
-        for run in runs:
-            alone = run.id in self._suspects
-            if flush and (alone or len(flush) == FLUSH):
-                yield flush
-                flush = []
-            flush.append(run)
-            if alone:
-                yield flush
-                flush = []
-        if flush:
-            yield flush
+    def _next_flush(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """Return the first of *runs*; what was turned away in company goes out alone."""
+        for count, run in enumerate(runs[:FLUSH]):
+            if run.id in self._suspects or run.entry in self._unwanted:
+                return runs[: max(count, 1)]
+        return runs[:FLUSH]
 
     def _suspect(self, term: Term, runs: Sequence[Run], error: Undelivered) -> None:
         """Keep a flush of which the broker turned something away, each to be sent alone."""
         for run in runs:
             self._suspects.setdefault(run.id, 0)
         if len(runs) == 1 and error.lasting:
-            # It was alone: it is to blame.
+            # It was alone: it is to blame, and so will be the next one of its entry.
             (run,) = runs
+            self._unwanted.add(run.entry)
             self._suspects[run.id] += 1
             if self._suspects[run.id] >= self._max_attempts:
+                del self._suspects[run.id]
                 self._fail(term, run, str(error))
                 return
         self._wait(term, runs, error)

@@ -42,10 +42,12 @@ _OF_THE_MESSAGE = (
 
 
 class Undelivered(Exception):
-    """A flush failed; which of its messages the broker has is not known."""
+    """A flush failed; which of its messages the broker has is not known of all of them."""
 
     def __init__(self, message: str, *, turned_away: bool = False, lasting: bool = False) -> None:
         super().__init__(message)
+        #: Ids of the runs whose messages the broker is known to have.
+        self.taken: frozenset[str] = frozenset()
         #: Whether the broker was there and turned something away: one message may be to blame.
         self.turned_away = turned_away
         #: Whether the same message will be turned away again.
@@ -72,6 +74,15 @@ class Unsent(NamedTuple):
     remedy: Remedy
 
 
+class Flushed(NamedTuple):
+    """What became of the runs of a flush, all of whose messages the broker has."""
+
+    #: How many of its runs it came to.
+    tried: int
+    #: Why those of them that have no message have none, by id.
+    unsent: dict[str, Unsent]
+
+
 class Publisher:
     """One connection to the broker, made when it is needed and dropped when it fails.
 
@@ -90,6 +101,8 @@ class Publisher:
         self._producer: Any = None
         self._publish: _Publish | None = None
         self._confirms: _Confirms | None = None
+        #: Whether messages go out at the end of a flush, and not before.
+        self._deferred = False
 
     @contextmanager
     def flush(self) -> Iterator[Any]:
@@ -116,6 +129,12 @@ class Publisher:
             if not self._is_blocked(error):
                 self.close()
             raise Undelivered(said(error), turned_away=turned_away, lasting=lasting) from error
+
+    def receipt(self) -> Callable[[], bool]:
+        """Return what tells, at any time, whether the broker has the last message for certain."""
+        if self._confirms is not None:
+            return self._confirms.receipt()
+        return _not_known if self._deferred else _known
 
     def raised(self, error: BaseException) -> bool:
         """Return whether *error* comes from publishing, and not from what makes a message.
@@ -178,6 +197,7 @@ class Publisher:
             self._producer = self._producer_class(connection, auto_declare=False)
             self._producer.maybe_declare = _Declared(self._producer.maybe_declare)
             self._publish = self._producer.publish = _Publish(self._producer.publish)
+            self._deferred = getattr(self._producer, "supports_batch_publish", False)
             if connection.transport.driver_type == "amqp":
                 self._confirms = _Confirms(self._producer.channel)
         return self._producer
@@ -202,6 +222,18 @@ def said(error: BaseException) -> str:
     return storable(f"{type(error).__name__}: {error}")
 
 
+def _known() -> bool:
+    return True
+
+
+def _not_known() -> bool:
+    return False
+
+
+#: Queues that are remembered as declared: a router may make another for each message.
+_QUEUES = 1000
+
+
 class _Declared:
     """Declares each queue once a connection.
 
@@ -219,6 +251,8 @@ class _Declared:
             return False
         declared = self._declare(entity, *args, **kwargs)
         if getattr(entity, "can_cache_declaration", False):
+            if len(self._known) >= _QUEUES:
+                self._known.clear()
             self._known[id(entity)] = entity
         return declared
 
@@ -249,7 +283,7 @@ class _Confirms:
         self._channel = channel
         self._waiting: set[int] = set()
         self._tag = 0
-        self._nacked = 0
+        self._nacked: set[int] = set()
         #: Whether the broker takes nothing for now: it is short of memory or of disk.
         self.blocked = False
         channel.connection.on_blocked = self._block
@@ -272,9 +306,13 @@ class _Confirms:
             if left <= 0:
                 raise TimeoutError(f"{len(self._waiting)} messages were not confirmed")
             self._channel.connection.drain_events(timeout=left)
-        nacked, self._nacked = self._nacked, 0
-        if nacked:
-            raise _Nacked(f"the broker refused {nacked} messages")
+        if self._nacked:  # The channel is dropped for it.
+            raise _Nacked(f"the broker refused {len(self._nacked)} messages")
+
+    def receipt(self) -> Callable[[], bool]:
+        """Return what tells whether the broker has confirmed the last message."""
+        tag = self._tag
+        return lambda: tag not in self._waiting and tag not in self._nacked
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         self._tag += 1
@@ -294,6 +332,6 @@ class _Confirms:
         self.blocked = False
 
     def _refused(self, tag: int, multiple: bool) -> None:
-        before = len(self._waiting)
+        before = set(self._waiting)
         self._acknowledged(tag, multiple)
-        self._nacked += before - len(self._waiting)
+        self._nacked |= before - self._waiting

@@ -7,13 +7,16 @@ run's id and the stamp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import cached_property
 from numbers import Real
+from time import monotonic
 from typing import Any
+
+from celery.result import denied_join_result
 
 from celery_lease.agenda import aware
 from celery_lease.dispatch import Dispatcher, fields
@@ -23,13 +26,16 @@ from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Run, Skipped, run_id
 from celery_lease.parts import LeaseParts, logger
-from celery_lease.publish import Publisher, Remedy, Unsent, said
+from celery_lease.publish import Flushed, Publisher, Remedy, Undelivered, Unsent, said
 from celery_lease.recovery import Recovery
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stamp import Stamp
 from celery_lease.stores.ledger import SQLLedger
 
 __all__ = ["LeasedSends", "Sending", "tell_known", "tell_skipped"]
+
+#: Seconds after which a flush takes no further message.
+MAKING = 0.5
 
 
 @dataclass(slots=True)
@@ -38,8 +44,12 @@ class Sending:
 
     run: Run
     term: Term
+    #: Whether it is on its way.
+    tried: bool = False
     #: Whether Celery gave the message to the producer.
     sent: bool = False
+    #: Tells whether the broker is known to have it.
+    is_taken: Callable[[], bool] | None = None
     #: Why it did not.
     trouble: BaseException | None = None
 
@@ -120,6 +130,7 @@ class LeasedSends(LeaseParts):
             sending.trouble = error.__cause__ or error.__context__ or error
             return None
         sending.sent = True
+        sending.is_taken = self.publisher.receipt()
         return result
 
     def _apply_alone(self, entry: Any, *, advance: bool) -> None:
@@ -206,15 +217,29 @@ class LeasedSends(LeaseParts):
             fenced=self.is_fenced(entry),
         )
 
-    def _flush(self, term: Term, runs: Sequence[Run]) -> dict[str, Unsent]:
-        """Flush, and return why runs that have no message have none, by id."""
+    def _flush(self, term: Term, runs: Sequence[Run]) -> Flushed:
+        """Flush, and return what became of it.
+
+        Raises:
+            Undelivered: With the runs whose messages the broker is known to have.
+        """
         sendings = [Sending(run, term) for run in runs]
-        self.flush(sendings)
-        return {
-            each.run.id: Unsent(reason=said(each.trouble), remedy=self._remedy(each.trouble))
-            for each in sendings
-            if each.trouble is not None
-        }
+        try:
+            self.flush(sendings)
+        except Undelivered as error:
+            error.taken = frozenset(
+                each.run.id for each in sendings if each.is_taken is not None and each.is_taken()
+            )
+            raise
+        return Flushed(
+            # None where flush() was overridden, and did without ours.
+            tried=sum(each.tried for each in sendings) or len(runs),
+            unsent={
+                each.run.id: Unsent(reason=said(each.trouble), remedy=self._remedy(each.trouble))
+                for each in sendings
+                if each.trouble is not None
+            },
+        )
 
     def _remedy(self, trouble: BaseException) -> Remedy:
         if isinstance(trouble, _Removed):
@@ -225,18 +250,24 @@ class LeasedSends(LeaseParts):
         """Give the broker the messages of some runs, right after the trust was checked.
 
         Between the check and the broker having the messages a process can be stopped
-        for any time: override this to try that out.
+        for any time: override this to try that out. Where messages take long to make, in
+        code of the user's, it ends early: the trust is to be checked again.
 
         Raises:
             Undelivered: The broker may have all of them, some, or none.
         """
-        with self.publisher.flush() as producer:
+        until = monotonic() + MAKING
+        # Celery's backends listen for the result of each message that is sent; nobody reads
+        # it here, and a result store that is away would hold up each of them for long.
+        with denied_join_result(), self.publisher.flush() as producer:
             for each in sendings:
                 self._send(each, producer)
+                if monotonic() > until:
+                    break
 
     def _send(self, sending: Sending, producer: Any) -> None:
         """Send one run. An error that is not the broker's is this run's alone."""
-        self._sending = sending
+        self._sending, sending.tried = sending, True
         try:
             self._apply(sending.run, producer)
         except Exception as error:  # noqa: BLE001 - whatever a hook raises

@@ -223,11 +223,40 @@ def test_a_refused_message_is_not_taken_for_delivered(rabbitmq_url):
         "full", queue_arguments={"x-max-length": 1, "x-overflow": "reject-publish"}, durable=True
     )
 
+    receipts = []
     with pytest.raises(Undelivered) as told, broker.flush() as producer:
         for body in ("one", "two", "three"):
             producer.publish(body, routing_key="full", declare=[full])
+            receipts.append(broker.receipt())
 
     assert (told.value.turned_away, told.value.lasting) == (True, False)
+    assert [taken() for taken in receipts] == [True, False, False]
+    broker.close()
+
+
+@pytest.mark.redis
+def test_a_message_in_a_pipeline_is_not_known_to_be_with_the_broker(redis_url):
+    """It goes out at the end of its flush, from kombu 5.7 on; before that at once."""
+    _, broker = publisher(redis_url)
+    with broker.flush() as producer:
+        send(producer, "one")
+        taken = broker.receipt()
+        deferred = hasattr(producer, "batch")
+
+    assert taken() is not deferred
+    broker.close()
+
+
+def test_not_every_queue_is_remembered_as_declared(monkeypatch):
+    """A router may make a queue for each message."""
+    monkeypatch.setattr("celery_lease.publish._QUEUES", 3)
+    _, broker = publisher("memory://")
+    with broker.flush() as producer:
+        for each in range(10):
+            send(producer, each, queue=f"queue-{each}")
+        remembered = producer.maybe_declare._known
+
+    assert 0 < len(remembered) <= 3
     broker.close()
 
 

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import celery
+import kombu
 import pytest
 import sqlalchemy as sa
 from celery.beat import BeatLazyFunc, EmbeddedService, Scheduler, Service
@@ -540,6 +541,74 @@ def test_what_the_broker_turns_away_is_found_out_and_given_up(cluster):
         "b": "failed",
         "c": "published",
     }
+
+
+def test_an_entry_whose_message_was_turned_away_goes_alone_from_then_on(cluster):
+    """In company it would have the others of its flush sent twice, at each of its firings."""
+    beat = cluster.beat({e: {"schedule": 60.0} for e in "abc"}, beat_lease_max_attempts=1).go()
+    flushes = []
+
+    def picky(runs):
+        flushes.append([run.entry for run in runs])
+        if "b" in flushes[-1]:
+            raise Undelivered("no such exchange", turned_away=True, lasting=True)
+
+    beat.before_flush = picky
+    for seconds in (61, 62, 63):
+        beat.dispatcher._retry_at = 0.0
+        beat.at(seconds=seconds).go()
+    flushes.clear()
+    beat.at(seconds=121).go()
+
+    assert flushes == [["a"], ["b"], ["c"]]
+    assert sorted(entry for entry, _, _ in cluster.sent()) == ["a", "a", "c", "c"]
+
+
+def test_what_the_broker_is_known_to_have_is_not_sent_again(cluster, monkeypatch):
+    """Most brokers take each message at once: a reset in a flush leaves only the rest."""
+    beat = cluster.beat({e: {"schedule": 60.0} for e in "abcde"}).go()
+    publish = kombu.Producer.publish
+    tries = []
+
+    def reset(self, *args, **kwargs):
+        tries.append(kwargs["headers"]["id"])
+        if len(tries) == 4:
+            raise ConnectionResetError("connection reset by peer")
+        return publish(self, *args, **kwargs)
+
+    monkeypatch.setattr(kombu.Producer, "publish", reset)
+    beat.at(seconds=61).tick()
+    assert [state for (state,) in cluster.runs("state")].count("published") == 3
+    beat.dispatcher._retry_at = 0.0
+    beat.at(seconds=62).go()
+
+    assert sorted(entry for entry, _, _ in cluster.sent()) == list("abcde")
+    assert len(tries) == 6
+
+
+@pytest.mark.parametrize("limit", ["sending.MAKING", "dispatch.SENDING"])
+def test_messages_that_take_long_to_make_are_sent_in_smaller_helpings(cluster, monkeypatch, limit):
+    """The trust is checked again, and the loop, which signals wait for, is not away for long."""
+    monkeypatch.setattr(f"celery_lease.{limit}", -1.0)
+    beat = cluster.beat({f"e{each}": {"schedule": 60.0} for each in range(150)}).go()
+    flushes = []
+    beat.after_flush = lambda runs: flushes.append(len(runs))
+
+    beat.at(seconds=61).tick()
+    first = len(flushes)
+    beat.go()
+
+    assert first == (150 if limit == "sending.MAKING" else 1)
+    assert len(cluster.sent()) == 150
+    assert {state for (state,) in cluster.runs("state")} == {"published"}
+
+
+def test_a_result_store_that_is_away_holds_up_nothing(cluster):
+    """Celery's would listen for each result, and try for twenty seconds to begin with it."""
+    cluster.conf["result_backend"] = "redis://127.0.0.1:1/0"
+    cluster.beat({"a": {"schedule": 60.0}, "b": {"schedule": 60.0}}).at(seconds=61).go()
+
+    assert sorted(entry for entry, _, _ in cluster.sent()) == ["a", "b"]
 
 
 def test_a_claim_whose_answer_was_lost_is_read_again(cluster):
