@@ -230,6 +230,7 @@ class SQLLedger:
         """Take settled runs out of what recovery looks at; return how many."""
         settled = (
             sa.select(run_table.c.id)
+            .select_from(run_table)
             .join(commit_table, of_run(commit_table, run_table.c.id))
             .where(run_table.c.lease == term.name, run_table.c.open == sa.true())
             .limit(limit)
@@ -301,7 +302,11 @@ class SQLLedger:
 
 
 #: Runs beside their commit, if there is one.
-_OPEN = sa.select(run_table).outerjoin(commit_table, of_run(commit_table, run_table.c.id))
+_OPEN = (
+    sa.select(run_table)
+    .select_from(run_table)
+    .outerjoin(commit_table, of_run(commit_table, run_table.c.id))
+)
 
 
 def _under(term: Term) -> list[sa.ColumnElement[bool]]:
