@@ -144,11 +144,20 @@ class GuardedBackend:
     def fail_from_current_stack(self, task_id: str, exc: Any = None) -> Any:
         """Fail the body of a chord; settle first where its id is the run's."""
         stamp = current_stamp()
-        if stamp is not None and stamp.run == task_id:
-            body = Context(id=task_id)
-            if self._settle(body, stamp, "failed", ticket_of_step(stamp)) is not None:
-                return None
+        if stamp is not None and stamp.run == task_id and not self._may_fail_run(stamp):
+            return None
         return self.real.fail_from_current_stack(task_id, exc=exc)
+
+    def _fail_chain(self, chain: Any, *args: Any, **kwargs: Any) -> None:
+        """Fail what follows a chord that has failed; settle first where that is the run.
+
+        Celery 5.7 calls it for a chord that was replaced together with a last step.
+        """
+        stamp = current_stamp()
+        rest = Context(chain=list(chain or ()))
+        if stamp is not None and ends(rest, stamp.run) and not self._may_fail_run(stamp):
+            rest = without(rest, stamp.run)
+        self.real._fail_chain(rest.chain, *args, **kwargs)  # noqa: SLF001 - where it is called
 
     def fail_alone(self, request: Any, stamp: Stamp, error: Exception) -> None:
         """Store FAILURE of a child that goes no further, whatever becomes of its run.
@@ -176,10 +185,13 @@ class GuardedBackend:
         return self._end(request, "expired" if reason == "expired" else "revoked", store)
 
     def _may_report(self, task_id: str, request: Any) -> bool:
-        stamp = None if request is None or request.id != task_id else _stamp_of(request)
-        if stamp is None or is_vouched(request):
+        stamp = None if request is None else _stamp_of(request)
+        if stamp is None or task_id not in {request.id, stamp.run}:
             return True
-        ticket = ticket_shown(request) or ticket_of(stamp, task_id)
+        own = task_id == request.id
+        if own and is_vouched(request):
+            return True
+        ticket = (ticket_shown(request) if own else None) or ticket_of(stamp, task_id)
         try:
             return refusal(ticket, fence_store(self._task.app).look(ticket)) is None
         except CeleryLeaseError as error:
@@ -208,9 +220,8 @@ class GuardedBackend:
                 ticket = ticket_of(stamp, request.id)
                 refused = self._settle(request, stamp, outcome, ticket, raised)
                 if refused is not None:
-                    # The id of a child belongs to one attempt: chord and chain wait for an end.
-                    child = request.id != stamp.run
-                    if child and isinstance(refused, (StaleEpoch, MissingFence)):
+                    if request.id != stamp.run and not isinstance(refused, AlreadySettled):
+                        # Nobody sends this child again: chord and chain wait for its end.
                         return store(self._alone(request, stamp), errbacks=False)
                     return None
             if outcome == "failed" and ends(request, stamp.run):
@@ -267,6 +278,11 @@ class GuardedBackend:
             return self._withhold(request, outcome, error)
         vouch(request)
         return None
+
+    def _may_fail_run(self, stamp: Stamp) -> bool:
+        """Settle the run that a failed step ends; return whether it may be failed."""
+        run = Context(id=stamp.run)
+        return self._settle(run, stamp, "failed", ticket_of_step(stamp)) is None
 
     def _goes_back(self) -> bool:
         """Return whether a message that ran into its hard time limit is delivered again."""

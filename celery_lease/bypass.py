@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 from celery import Celery, Task, signals
 
 from celery_lease.errors import ConfigurationError
+from celery_lease.execution import actual
 
 __all__ = ["refuse_bypass"]
 
@@ -20,6 +22,8 @@ logger = logging.getLogger("celery_lease.task")
 
 #: Apps that have fenced tasks.
 _apps: WeakSet[Celery] = WeakSet()
+#: What stands around methods of the users' own.
+_wrapped: WeakSet[Any] = WeakSet()
 
 
 def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
@@ -44,8 +48,9 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
         call = vars(each).get("__call__")
         if call is not None and not _reaches(call, base):
             raise ConfigurationError(
-                f"{cls.name}: {each.__name__}.__call__ by-passes the fence; have it call "
-                f"super().__call__(*args, **kwargs)",
+                f"{cls.name}: {each.__name__}.__call__ calls that of another class, in which "
+                f"the body has no request; have it call super().__call__(*args, **kwargs), or "
+                f"self.run(*args, **kwargs)",
                 setting="__call__",
             )
     for each in cls.__mro__[place + 1 :]:
@@ -56,8 +61,37 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
                 setting="__call__",
             )
     _refuse_settings(app)
-    _apps.add(app)
+    _apps.add(actual(app))
     signals.worker_init.connect(_on_start, weak=False, dispatch_uid="celery_lease.bypass")
+
+
+def replace_once(
+    cls: type[Any], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Have *wrap* stand around a method of the user's own, unless a base of *cls* has it.
+
+    Args:
+        cls: The class of the task.
+        name: Name of the method.
+        wrap: Returns what takes its place.
+    """
+    own = getattr(cls, name)
+    if own not in _wrapped:
+        wrapped = wrap(own)
+        _wrapped.add(wrapped)
+        setattr(cls, name, wrapped)
+
+
+def stay_plain(cls: type[Any], base: type[Any]) -> None:
+    """Give a class back what *base* overrides of Celery's own task.
+
+    Args:
+        cls: The class of the task.
+        base: The base class that fences it.
+    """
+    for name, ours in vars(base).items():
+        if hasattr(Task, name) and (inspect.isfunction(ours) or isinstance(ours, property)):
+            setattr(cls, name, inspect.getattr_static(Task, name))
 
 
 def _on_start(sender: Any = None, **_: Any) -> None:
@@ -88,7 +122,7 @@ def _refuse_settings(app: Celery) -> None:
 
 
 def _reaches(function: Any, base: type[Any]) -> bool:
-    """Return whether the code, or what it wraps, goes on with the ``__call__`` of *base*.
+    """Return whether code that names a ``__call__``, or what it wraps, means that of *base*.
 
     By ``super()``, or by a class that it names: another base would be called past it.
     """
@@ -106,4 +140,4 @@ def _reaches(function: Any, base: type[Any]) -> bool:
                 or any(isinstance(each, type) and issubclass(each, base) for each in found)
             )
         function = getattr(function, "__wrapped__", None)
-    return False
+    return True

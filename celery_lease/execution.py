@@ -16,6 +16,7 @@ from celery_lease.stamp import Stamp
 from celery_lease.stores.fences import FenceStore, Standing, Ticket
 
 __all__ = [
+    "actual",
     "fence_store",
     "follows",
     "is_vouched",
@@ -38,13 +39,19 @@ _shown: WeakKeyDictionary[Any, Ticket] = WeakKeyDictionary()
 _vouched: WeakSet[Any] = WeakSet()
 
 
+def actual(app: Celery) -> Celery:
+    """Return an app itself: a class that is used before it is bound has a proxy of one."""
+    found: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return found
+
+
 def fence_store(app: Celery) -> FenceStore:
     """Return the app's way to its lease database. Nothing is connected yet.
 
     Raises:
         ConfigurationError: A setting is wrong.
     """
-    conf = app.conf
+    app, conf = actual(app), app.conf
     # Tests set another URL for each: what has not changed is not validated again.
     wanted = tuple(conf.get(name) for name in _STORE_SETTINGS)
     known = _stores.get(app)
@@ -108,9 +115,10 @@ def follows(stamp: Stamp, standing: Standing) -> bool:
     """Return whether a stale child is a consequence of a run that is over.
 
     That run is not dispatched again, so nobody would send this child again. A plain
-    task's run is never settled, and never dispatched again either.
+    task's run is never settled, and never dispatched again either; and a run that is still
+    to be dispatched is never deleted, so one that is not on record is over, too.
     """
-    return standing.fenced is False or standing.settled_under == stamp.first
+    return standing.fenced is not True or standing.settled_under == stamp.first
 
 
 def mark_refused(fences: FenceStore, ticket: Ticket) -> None:

@@ -44,7 +44,7 @@ def try_later(task: Any, request: Any, error: StoreError) -> NoReturn:
     """
     if request.is_eager:
         raise error
-    headers = request.headers or {}
+    headers = _own_headers(request)
     waits = int(headers.get(_WAITS, 0))
     countdown = rising(FIRST_COUNTDOWN, waits, LAST_COUNTDOWN)
     _publish(task, request, countdown=countdown, headers={**headers, _WAITS: waits + 1})
@@ -91,6 +91,7 @@ def carry_on(task: Any, request: Any, stamp: Stamp) -> None:
 
 def _publish(task: Any, request: Any, stamp: Stamp | None = None, **options: Any) -> None:
     # Celery's own way to build a retry, without counting one.
+    options.setdefault("headers", _own_headers(request))
     signature = Task.signature_from_request(task, request, retries=request.retries, **options)
     if stamp is not None:
         signature.options.update(stamp.options(signature.options))
@@ -103,6 +104,19 @@ def _publish(task: Any, request: Any, stamp: Stamp | None = None, **options: Any
         if task.acks_late and passes:
             raise Reject(error, requeue=True) from error
         _end_here(task, request, error)
+
+
+def _own_headers(request: Any) -> dict[str, Any]:
+    """Return the message's headers without what RabbitMQ wrote in as it was delayed.
+
+    A message that says where it has died before is dropped as one that goes in a circle.
+    (Celery itself leaves them out of a retry from 5.6 on.)
+    """
+    return {
+        name: value
+        for name, value in (request.headers or {}).items()
+        if not (name == "x-death" or name.startswith(("x-first-death-", "x-last-death-")))
+    }
 
 
 def _send(signature: Any, serializers: Iterable[str]) -> None:

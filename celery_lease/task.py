@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.exceptions import OperationalError
 
 from celery_lease.backend import GuardedBackend
-from celery_lease.bypass import refuse_bypass
+from celery_lease.bypass import refuse_bypass, replace_once, stay_plain
 from celery_lease.canvas import free_steps, with_id
 from celery_lease.errors import (
     AlreadySettled,
@@ -59,11 +62,18 @@ else:
 
 T = TypeVar("T")
 
+#: Polls for the end of a chord where the result backend does not count. It writes nothing,
+#: and whoever waits for the chord waits for it: no fence, even where all tasks have one.
+_POLLER = "celery.chord_unlock"
 
-class _Body(NamedTuple):
+
+@dataclass(slots=True)
+class _Body:
     fence: TaskFence
     #: What its request is marked with, and the copies of it where a body calls itself.
     mark: int
+    #: Whether ``run`` has begun, and not only a ``__call__`` of the user's own around it.
+    begun: bool = False
 
 
 #: The body that runs here and now. A task that is called directly in that body works
@@ -71,6 +81,11 @@ class _Body(NamedTuple):
 _running: ContextVar[_Body | None] = ContextVar("celery_lease_fence", default=None)
 #: The marks of all fenced bodies that run in this process.
 _bodies: set[int] = set()
+
+#: The mark of what goes before a body, and has no fence itself: no request has it.
+_HOOK = -1
+#: What was admitted before its body was called.
+_admitted: WeakKeyDictionary[Any, TaskFence] = WeakKeyDictionary()
 
 _UNFENCED = Unfenced()
 #: What passes by itself, or once somebody mends it. "Not writable" is among it: during a
@@ -107,7 +122,14 @@ class FencedTask(_Task):
             ConfigurationError: The class or the app would by-pass it.
         """
         super().on_bound(app)
+        if cls.name == _POLLER:
+            stay_plain(cls, FencedTask)
+            return
         refuse_bypass(cls, FencedTask, app)
+        if cls.__call__ is not FencedTask.__call__:
+            replace_once(cls, "__call__", _fenced_call)
+        if cls.before_start is not Task.before_start:
+            replace_once(cls, "before_start", _fenced_hook)
         install(app)
 
     @property
@@ -180,6 +202,10 @@ class FencedTask(_Task):
         ):
             return self.run(*args, **kwargs)
         if request.called_directly or _is_running(request):
+            body = _running.get()
+            if body is not None and not body.begun and _mark_of(request) == body.mark:
+                # By a __call__ of the user's own, which is behind the fence as a whole.
+                return self._begin(*args, **kwargs)
             fence = _fence_here()
             if fence is None and not request.called_directly:
                 raise UnsafeTransaction(
@@ -189,38 +215,65 @@ class FencedTask(_Task):
             if fence is None and self.require_epoch:
                 self._unfenced()
             return super().__call__(*args, **kwargs)
-        stamp = Stamp.of(request)
-        if stamp is None and request.is_eager and self.inherit_epoch:
-            stamp = enclosing_stamp()
+        return self._run_fenced(self._begin, args, kwargs)
+
+    def _run_fenced(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run all that a message asks for, behind the fence if it is stamped."""
+        request = self.request
+        stamp = self._stamp_of_message(request)
         if stamp is None:
-            return self._run_unfenced(*args, **kwargs)
+            return self._run_unfenced(call, args, kwargs)
         mark = _mark_running(request)
         fence = self._admit(request, stamp)
         with _behind(_Body(fence, mark)):
             try:
-                result = self.run(*args, **kwargs)
+                result = call(*args, **kwargs)
             except Exception as error:
                 self._ended(fence, request, stamp, error)
                 raise
             self._ended(fence, request, stamp, None)
             return result
 
-    def _run_unfenced(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_unfenced(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.require_epoch:
             raise self._missing_epoch()
         if _running.get() is None:
-            return self.run(*args, **kwargs)
+            return call(*args, **kwargs)
         # Called eagerly by a fenced body whose stamp it must not inherit.
         with _behind(None):
+            return call(*args, **kwargs)
+
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body itself. Whoever calls this task from there means another call."""
+        body = _running.get()
+        if body is None:
             return self.run(*args, **kwargs)
+        body.begun = True
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            body.begun = False
+
+    def _stamp_of_message(self, request: Any) -> Stamp | None:
+        stamp = Stamp.of(request)
+        if stamp is None and request.is_eager and self.inherit_epoch:
+            return enclosing_stamp()
+        return stamp
 
     def _admit(self, request: Any, stamp: Stamp) -> TaskFence:
-        """Ask, before the body, whether the message is current.
+        """Ask, before anything of the user's runs, whether the message is current.
 
         Raises:
             Ignore: It is not, or the database does not answer.
             MissingFence: The lease is not known there.
         """
+        admitted = _admitted.pop(request, None)
+        if admitted is not None:
+            return admitted
         store = fence_store(self.app)
         ticket = ticket_of(stamp, request.id)
         try:
@@ -425,6 +478,12 @@ class FencedTask(_Task):
                     f"worker, or send it with app.send_task() and return",
                     name=fence.ticket.lease,
                 )
+            if fence.open:
+                raise UnsafeTransaction(
+                    f"{self.name}: replace() inside a guarded block, which it would roll back; "
+                    f"call it after the block",
+                    name=fence.ticket.lease,
+                )
             if self._is_fenced(heir):
                 self._hand_on(request, "replace()")
             elif not fence.settled:
@@ -518,6 +577,41 @@ def _fence_here() -> TaskFence | None:
     # Another one: a task that the body called eagerly, a map of Celery's say, is not the
     # body. None: the context was copied into a thread, as asyncio.to_thread does.
     return body.fence if request is None or _mark_of(request) == body.mark else None
+
+
+def _fenced_call(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a ``__call__`` of the user's own behind the fence: it may catch, skip and retry."""
+
+    @wraps(own)
+    def __call__(self: FencedTask, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
+        request = self.request
+        if request.called_directly or _is_running(request):
+            return own(self, *args, **kwargs)
+        return self._run_fenced(partial(own, self), args, kwargs)
+
+    return __call__
+
+
+def _fenced_hook(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Admit ahead of a ``before_start`` of the user's own, and settle where it ends the task."""
+
+    @wraps(own)
+    def before_start(self: FencedTask, *args: Any, **kwargs: Any) -> Any:
+        request = self.request
+        stamp = self._stamp_of_message(request)
+        if stamp is None or request in _admitted:
+            return own(self, *args, **kwargs)
+        fence = _admitted[request] = self._admit(request, stamp)
+        token = _running.set(_Body(fence, _HOOK))
+        try:
+            return own(self, *args, **kwargs)
+        except Exception as error:
+            self._ended(fence, request, stamp, error)
+            raise
+        finally:
+            _running.reset(token)
+
+    return before_start
 
 
 @contextmanager

@@ -38,7 +38,8 @@ class TaskFence:
         self.refused: FencingError | None = None
         #: Whether another message goes on with this task id: a retry, a replacement.
         self.handed_on = False
-        self._open = False
+        #: Whether a guarded block is open.
+        self.open = False
         self._settled = False
         #: The guard of the block that is open, where its body can commit.
         self._guard: Guard | None = None
@@ -191,18 +192,18 @@ class TaskFence:
                 "one say final=False",
                 name=self.ticket.lease,
             )
-        if self._open:
+        if self.open:
             raise UnsafeTransaction(
                 "a guarded block cannot stand inside another one", name=self.ticket.lease
             )
         self._raise(self.refused)
-        self._open = True
+        self.open = True
         try:
             yield
         except FencingError as error:
             self._raise(error)
         finally:
-            self._open = False
+            self.open = False
 
     def _raise(self, error: FencingError | None) -> None:
         if error is None:

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
+from celery import signals
 from celery.app.task import Context
 from celery.worker.request import Request
 from kombu.exceptions import OperationalError
@@ -108,6 +109,28 @@ def test_a_message_of_another_serializer_is_postponed(
         assert workshop.wait(run, times=2) == "SUCCESS"
     assert workshop.notes() == [(repr(NO_JSON), 1)]
     assert workshop.logged("task-not-published") == []
+
+
+def test_a_message_that_is_published_again_does_not_say_where_it_has_died_before(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RabbitMQ before 4.0.1 drops one that goes through the same delay queue again."""
+    monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
+    lease_database_away(workshop, monkeypatch, times=1)
+    seen: list[dict[str, Any]] = []
+    write = writing(workshop, lease_patience=0)
+    died = {"x-death": [{"queue": "delayed"}], "x-first-death-queue": "delayed", "mine": "kept"}
+
+    def note(headers: Any = None, **_: Any) -> None:
+        seen.append(headers)
+
+    signals.before_task_publish.connect(note)
+    with workshop.worker():
+        run = workshop.lease.dispatch(write, (1,), headers=died).id
+        assert workshop.wait(run, times=2) == "SUCCESS"
+    signals.before_task_publish.disconnect(note)
+    assert set(died) <= set(seen[0])
+    assert set(died) & set(seen[1]) == {"mine"}
 
 
 @pytest.mark.rabbitmq

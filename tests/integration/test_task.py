@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from billiard.exceptions import WorkerLostError
-from celery import Task
+from celery import Task, _state
 from celery.app.task import Context
 from celery.contrib.abortable import AbortableTask
 from celery.exceptions import Ignore, Reject
@@ -889,20 +890,72 @@ def test_a_backend_of_its_own_is_a_configuration_error(workshop: Workshop) -> No
             pass
 
 
-def test_a_call_method_without_super_is_a_configuration_error(workshop: Workshop) -> None:
-    """The fence is in ``__call__``."""
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("how", ["runs it", "swallows", "skips", "ignores"])
+def test_a_call_method_of_ones_own_is_behind_the_fence_as_a_whole(
+    workshop: Workshop, how: str, stale: bool
+) -> None:
+    """Whatever it catches, and whether it comes to the body or not."""
 
     class Timed(FencedTask):
         abstract = True
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.run(*args, **kwargs)
+            if how == "skips":
+                return "skipped"
+            if how == "ignores":
+                raise Ignore
+            if how == "runs it":
+                return self.run(*args, **kwargs)
+            with contextlib.suppress(Exception):
+                return super().__call__(*args, **kwargs)
 
-    with pytest.raises(ConfigurationError, match="super"):
+    @workshop.plain(name="follow")
+    def follow(value: Any) -> None:
+        pass
 
-        @workshop.plain(base=Timed, lazy=False)
-        def write() -> None:
-            pass
+    @workshop.plain(base=Timed, bind=True, name="write")
+    def write(self: FencedTask) -> None:
+        if stale:
+            workshop.lease.depose()
+        workshop.write(self, "timed")
+
+    deposed = stale and how in {"skips", "ignores"}
+    result = workshop.lease.dispatch(write, link=follow.s())
+    if deposed:
+        workshop.lease.depose()
+    with workshop.worker():
+        state = workshop.wait(result.id)
+    assert state == ("IGNORED" if stale or how == "ignores" else "SUCCESS")
+    assert workshop.lease.outcome(result.id) == (None if stale else "committed")
+    assert workshop.lease.run_state(result.id) == ("refused" if stale else "published")
+    followed = "follow" in {name for name, _, _ in workshop.published}
+    assert followed is (state == "SUCCESS")
+
+
+def test_a_call_method_of_ones_own_may_retry(workshop: Workshop) -> None:
+    """What the body raised is not on record before the whole of it is over."""
+
+    class Patient(FencedTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except ValueError as error:
+                raise self.retry(exc=error, countdown=0) from error
+
+    @workshop.plain(base=Patient, bind=True, name="write")
+    def write(self: FencedTask) -> None:
+        workshop.write(self, f"attempt {self.request.retries}", final=False)
+        if self.request.retries == 0:
+            raise ValueError("not yet")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id, times=2) == "SUCCESS"
+    assert workshop.notes() == [("attempt 0", 1), ("attempt 1", 1)]
+    assert workshop.lease.outcome(result.id) == "committed"
 
 
 def test_a_call_method_that_names_another_base_is_a_configuration_error(
@@ -920,7 +973,7 @@ def test_a_call_method_that_names_another_base_is_a_configuration_error(
     class Fenced(InContext, FencedTask):
         abstract = True
 
-    with pytest.raises(ConfigurationError, match=r"InContext\.__call__ by-passes the fence"):
+    with pytest.raises(ConfigurationError, match="calls that of another class"):
 
         @workshop.plain(base=Fenced, lazy=False)
         def write() -> None:
@@ -1163,18 +1216,51 @@ def test_a_failure_is_settled_once_and_then_believed(workshop: Workshop) -> None
     assert _words(own) == ["SELECT", "INSERT"]
 
 
+def test_a_class_that_no_app_has_bound_yet_can_be_sent(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds its app when it is used first, by way of a proxy."""
+    monkeypatch.setattr(_state._tls, "current_app", workshop.app)
+
+    class Write(FencedTask):
+        name = "write"
+
+        def run(self) -> None:
+            workshop.write(self, "bound late")
+
+    write = Write()
+    result = write.apply(**workshop.lease.options())
+    assert result.state == "SUCCESS"
+    assert workshop.notes() == [("bound late", 1)]
+
+
 # --- around the body ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_failure_ahead_of_the_body_is_settled_too(workshop: Workshop, stale: bool) -> None:
-    """``before_start`` comes before the admission, so the result backend has to see to it."""
+@pytest.mark.parametrize("how", ["raises", "ignores", "rejects", "replaces"])
+def test_what_ends_a_task_ahead_of_its_body_is_settled_too(
+    workshop: Workshop, how: str, stale: bool
+) -> None:
+    """``before_start`` is a part of the attempt: a stale one must not even begin with it."""
+    begun: list[str] = []
+
+    @workshop.plain(name="instead")
+    def instead() -> None:
+        pass
 
     class Careful(FencedTask):
         abstract = True
 
         def before_start(self, *args: Any) -> None:
-            raise ValueError("not today")
+            begun.append(how)
+            if how == "raises":
+                raise ValueError("not today")
+            if how == "ignores":
+                raise Ignore
+            if how == "rejects":
+                raise Reject("not today", requeue=False)
+            self.replace(instead.si())
 
     @workshop.plain(name="write", base=Careful, bind=True)
     def write(self: FencedTask) -> None:
@@ -1185,13 +1271,46 @@ def test_a_failure_ahead_of_the_body_is_settled_too(workshop: Workshop, stale: b
         workshop.lease.depose()
     with workshop.worker():
         workshop.wait(result.id)
+    assert begun == ([] if stale else [how])
     if stale:
         assert workshop.lease.run_state(result.id) == "refused"
         assert workshop.lease.outcome(result.id) is None
         assert workshop.result_state(result.id) == "PENDING"
     else:
-        assert workshop.lease.outcome(result.id) == "failed"
-        assert workshop.result_state(result.id) == "FAILURE"
+        expected = "failed" if how in {"raises", "rejects"} else "committed"
+        assert workshop.lease.outcome(result.id) == expected
+    sent = [name for name, _, _ in workshop.published]
+    assert ("instead" in sent) is (how == "replaces" and not stale)
+
+
+def test_a_message_is_admitted_once_though_something_goes_before_its_body(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One statement for admission, whoever asks first."""
+    asked: list[str] = []
+    store = fence_store(workshop.app)
+    look = store.look
+
+    def counting(ticket: Any) -> Any:
+        asked.append(ticket.task_id)
+        return look(ticket)
+
+    monkeypatch.setattr(store, "look", counting)
+
+    class Careful(FencedTask):
+        abstract = True
+
+        def before_start(self, *args: Any) -> None:
+            pass
+
+    @workshop.plain(name="write", base=Careful, bind=True)
+    def write(self: FencedTask) -> None:
+        workshop.write(self, "once")
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert asked == [result.id]
 
 
 def test_the_idempotency_key_is_the_same_on_every_attempt(workshop: Workshop) -> None:

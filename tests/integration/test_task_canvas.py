@@ -7,12 +7,14 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from billiard.exceptions import WorkerLostError
 from celery import VERSION as celery_version  # noqa: N811 - Celery's name
 from celery import Task, chain, chord, group, signals
 from celery.app.task import Context
 
-from celery_lease import FencedTask, Occurrence
+from celery_lease import FencedTask, Occurrence, StoreUnavailable
+from celery_lease.execution import fence_store
 from celery_lease.testing import hold, run
 from tests.integration.workshop import Workshop
 from tests.services.base import wait_until
@@ -597,6 +599,149 @@ def test_an_eager_replacement_settles_the_run_once(workshop: Workshop) -> None:
     assert result.get() == "end"
     assert workshop.notes() == [("fenced", 1)]
     assert workshop.lease.outcome(result.id) == "committed"
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_replacement_inside_a_guarded_block_is_refused(
+    workshop: Workshop, flushed: bool
+) -> None:
+    """It would settle the run, and take back what the block wrote."""
+
+    @workshop.plain(name="plain")
+    def plain() -> None:
+        pass
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        with self.fence.transaction(workshop.Session) as session:
+            if flushed:
+                session.execute(sa.text("DELETE FROM note"))
+            self.replace(plain.si())
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "FAILURE"
+    assert "replace() inside a guarded block" in str(workshop.app.AsyncResult(result.id).result)
+    assert workshop.lease.outcome(result.id) == "failed"
+
+
+@pytest.mark.skipif(celery_version < (5, 7), reason="Celery calls it from 5.7 on")
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_chord_that_cannot_be_polled_ends_a_run_where_it_is_current(
+    workshop: Workshop, stale: bool
+) -> None:
+    """Its last step has the run's id, and the poller is a task of Celery's, without a fence."""
+
+    @workshop.task(name="member")
+    def member(self: FencedTask) -> None:
+        raise ValueError("a member")
+
+    @workshop.task(name="last")
+    def last(self: FencedTask, *values: Any) -> None:
+        raise AssertionError("a member failed")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        header = [member.si().set(countdown=1), member.si().set(countdown=1)]
+        raise self.replace(chain(chord(header, last.s()), last.s()))
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        published(workshop, "member", times=2)
+        if stale:
+            workshop.lease.depose()
+        # Once it has found a member that failed.
+        wait_until(
+            lambda: ("celery.chord_unlock", "SUCCESS") in {(n, s) for n, _, s in workshop.ended}
+        )
+    assert workshop.result_state(result.id) == ("PENDING" if stale else "FAILURE")
+    assert workshop.lease.outcome(result.id) == (None if stale else "failed")
+    assert workshop.lease.run_state(result.id) == ("refused" if stale else "published")
+
+
+def test_a_lost_child_ends_though_the_database_is_away(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sends it again, and chord, chain and ``get()`` wait for its end."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        raise AssertionError("its process was lost")
+
+    def away(*_: Any) -> None:
+        raise StoreUnavailable("connection refused")
+
+    monkeypatch.setattr(fence_store(workshop.app), "settle", away)
+    stamps = workshop.lease.stamp("a-run").stamps()
+    for lost in (Context(id="child", stamps=stamps), Context(id="a-run", stamps=stamps)):
+        child.backend.mark_as_failure(lost.id, WorkerLostError("killed"), request=lost)
+    assert workshop.result_state("child") == "FAILURE"
+    assert workshop.result_state("a-run") == "PENDING", "it is another attempt's as well"
+
+
+def test_a_stale_child_does_not_report_in_its_runs_name(workshop: Workshop) -> None:
+    """That id is another attempt's as well."""
+    seen: list[str] = []
+
+    @workshop.task(name="child")
+    def child(self: FencedTask, deposed: bool) -> None:
+        if deposed:
+            workshop.lease.depose()
+        self.update_state(task_id=self.request.root_id, state="PROGRESS", meta={})
+        seen.append(workshop.result_state(self.request.root_id))
+
+    for deposed, expected in ((False, "PROGRESS"), (True, "PENDING")):
+        lease = workshop.lease if not deposed else workshop.lease.depose()
+        workshop.lease = lease
+        root = f"run-{deposed}"
+        occurrence = Occurrence(lease="celery", entry=root, due_at=datetime.now(timezone.utc))
+        lease.record(occurrence)
+        options = lease.options(occurrence.run_id)
+        options["task_id"] = f"child-{deposed}"
+        with workshop.worker():
+            child.apply_async((deposed,), root_id=occurrence.run_id, **options)
+            workshop.wait(f"child-{deposed}")
+        assert seen.pop() == expected
+
+
+def test_a_consequence_outlives_the_record_of_its_run(workshop: Workshop) -> None:
+    """A run that is still to be dispatched is never deleted: this one is over."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "child")
+
+    options = {**workshop.lease.options("a-run-of-last-month"), "task_id": "its-child"}
+    child.apply_async(**options)
+    workshop.lease.depose()
+    with workshop.worker():
+        assert workshop.wait("its-child", times=2) == "SUCCESS"
+    assert workshop.notes() == [("child", 2)]
+
+
+def test_the_poller_of_a_chord_has_no_fence_where_every_task_has_one(workshop: Workshop) -> None:
+    """Refused, it would leave the chord's body without an end."""
+    workshop.app.Task = FencedTask
+    assert isinstance(workshop.app.tasks["celery.chord_unlock"], FencedTask)
+    bodies: list[str] = []
+
+    @workshop.task(name="member")
+    def member(self: FencedTask) -> None:
+        pass
+
+    @workshop.task(name="body")
+    def body(self: FencedTask, values: list[Any]) -> None:
+        raise AssertionError("its members are stale")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        bodies.append(chord([member.si(), member.si()], body.s()).delay().id)
+        workshop.lease.depose()
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(result.id) == "IGNORED"
+        wait_until(lambda: workshop.result_state(bodies[0]) == "FAILURE", timeout=20)
 
 
 # --- ids that repeat ----------------------------------------------------------------------
