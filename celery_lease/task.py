@@ -191,16 +191,17 @@ class FencedTask(_Task):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body behind the fence if the message is stamped."""
-        request = self.request
+        request: Any = self.request_stack.top
         # First what most calls are: this line is all that an unstamped one pays for.
         if not (
-            request.stamps
+            request is None
+            or request.stamps
             or request.is_eager
             or request.called_directly
             or self.require_epoch
-            or _running.get()
         ):
             return self.run(*args, **kwargs)
+        request = self.request
         if request.called_directly or _is_running(request):
             body = _running.get()
             if body is not None and not body.begun and _mark_of(request) == body.mark:
