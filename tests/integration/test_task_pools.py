@@ -125,7 +125,7 @@ def test_a_hard_time_limit_ends_a_greenlet_with_nothing_written(
     flushed(floor, f"{key}-late")
     if stale:
         floor.depose()
-        floor.said(f"Task refused: mingle[{result.id}] (at failed)")
+        floor.said(f"Task refused: mingle[{result.id}] (at failure)")
         wait_until(lambda: floor.lease.run_state(result.id) == "refused")
         assert floor.lease.outcome(result.id) is None
         assert result.state == "PENDING"
