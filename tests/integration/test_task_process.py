@@ -48,7 +48,7 @@ def test_a_hard_time_limit_of_a_stale_run_reports_nothing(floor: Floor, key: str
     result = floor.send(key, time_limit=2)
     floor.began(key)
     floor.depose()
-    floor.said(f"Task refused: work[{result.id}] (at failed)")
+    floor.said(f"Task refused: work[{result.id}] (at failure)")
     wait_until(lambda: floor.lease.run_state(result.id) == "refused")
     assert floor.lease.outcome(result.id) is None
     assert result.state == "PENDING"
@@ -92,7 +92,7 @@ def test_a_lost_worker_is_settled_by_the_parent(floor: Floor, key: str, stale: b
         floor.depose()
     floor.go(key)
     if stale:
-        floor.said(f"Task refused: work[{result.id}] (at failed)")
+        floor.said(f"Task refused: work[{result.id}] (at failure)")
         assert floor.lease.outcome(result.id) is None
         if celery_version[:2] != (5, 6):  # There the command itself stores it, on each worker.
             assert result.state == "PENDING"
@@ -127,7 +127,7 @@ def test_the_parent_retries_a_lost_worker_only_while_current(
         floor.depose()
     floor.go(key)
     if stale:
-        floor.said(f"Task refused: fragile[{result.id}] (at failed)")
+        floor.said(f"Task refused: fragile[{result.id}] (at failure)")
         assert floor.lease.outcome(result.id) is None
         assert result.state == "PENDING"
     else:
