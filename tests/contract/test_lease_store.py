@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeout
 
 import pytest
 import sqlalchemy as sa
@@ -275,16 +276,17 @@ def test_raising_the_fence_waits_for_a_guard_and_not_for_longer_than_the_lock_wa
 
 @pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_a_guard_holds_up_neither_acquire_nor_renewal(database_url):
-    """A busy or a frozen worker must not cost a healthy leader its lease. (SQLite: one writer.)"""
+    """A busy or a frozen worker must not cost a healthy leader its lease. (SQLite: one writer.)
+
+    What had to wait for the guard would raise StoreContention, as it does not end.
+    """
     with opened(database_url) as store, opened(database_url) as worker:
         term = grant(store)
         with worker.engine.begin() as connection:
             lock_fence(connection)
-            began = time.monotonic()
             assert store.renew(term, 30) is Renewal.RENEWED
             store.release(term)
             grant(store)
-            assert time.monotonic() - began < 0.5
 
 
 def test_raising_the_fence_goes_on_as_soon_as_the_guard_has_committed(database_url):
@@ -295,8 +297,8 @@ def test_raising_the_fence_goes_on_as_soon_as_the_guard_has_committed(database_u
             with worker.engine.begin() as connection:
                 lock_fence(connection)
                 raising = pool.submit(store.raise_fence, term)
-                assert not threading.Event().wait(0.2)
-                assert not raising.done()
+                with pytest.raises(FuturesTimeout):
+                    raising.result(timeout=0.2)
             began = time.monotonic()
             assert raising.result(timeout=10) is Raised.RAISED
             assert time.monotonic() - began < 2

@@ -425,12 +425,13 @@ def test_the_limit_goes_on_a_connection_that_stays_open(
 def test_a_takeover_waits_for_guards_in_flight_and_not_for_bodies(
     server_url: str, desks: Callable[..., Desk]
 ) -> None:
-    """Before its last statement a guarded transaction holds no lock on lease or fence."""
+    """Before its last statement a guarded transaction holds no lock on lease or fence.
+
+    Raising the fence would fail by its lock wait otherwise, as the block is still open.
+    """
     desk = desks(server_url)
     fence = desk.fence()
     with pytest.raises(StaleEpoch), fence.transaction(desk.engine) as connection:
         write(connection, 1)
-        began = time.monotonic()
         desk.lease.depose()
-        assert time.monotonic() - began < 0.5
     assert desk.notes() == []
