@@ -80,18 +80,23 @@ def zone_of(schedule: Any) -> tzinfo:
 
 
 def frozen(schedule: Any, instant: datetime) -> Any:
-    """Return a copy of *schedule* whose clock stands at *instant*, if it is Celery's clock."""
+    """Return a copy of *schedule* whose clock stands at *instant*, if it is Celery's clock.
+
+    Where there can be no such copy, *schedule* itself.
+    """
     if not hasattr(schedule, "__dict__"):
         return schedule
-    # copy.copy() goes through __reduce__, which parses a crontab again and loses
-    # what a subclass does not list there.
-    clone = object.__new__(type(schedule))
-    for name in _slots(type(schedule)):
-        if hasattr(schedule, name):
-            setattr(clone, name, getattr(schedule, name))
-    clone.__dict__.update(vars(schedule))
-    clone.nowfun = clone.now = lambda: instant
-    return clone
+    with suppress(AttributeError, TypeError):  # `now` may be a property
+        # copy.copy() goes through __reduce__, which parses a crontab again and loses
+        # what a subclass does not list there.
+        clone = object.__new__(type(schedule))
+        for name in _slots(type(schedule)):
+            if hasattr(schedule, name):
+                setattr(clone, name, getattr(schedule, name))
+        clone.__dict__.update(vars(schedule))
+        clone.nowfun = clone.now = lambda: instant
+        return clone
+    return schedule
 
 
 def _slots(cls: type) -> set[str]:
@@ -175,19 +180,21 @@ def _after(schedule: Any, last: datetime) -> datetime:
         return last + every
     local = last.astimezone(zone_of(schedule))
     clone = frozen(schedule, local)
-    if hasattr(clone, "remaining_estimate"):
-        with suppress(NotImplementedError):
-            due: datetime = last + clone.remaining_estimate(local)
-            return due
-    return _asked(schedule, clone, local)
-
-
-def _asked(schedule: Any, clone: Any, last: datetime) -> datetime:
-    """Return when ``is_due()`` says: of a schedule of the user's own Celery asks no more."""
-    due, seconds = clone.is_due(last)
-    if not due:
-        return (last + timedelta(seconds=seconds)).astimezone(timezone.utc)
+    if clone is not schedule:
+        if hasattr(clone, "remaining_estimate"):
+            with suppress(NotImplementedError):
+                due: datetime = last + clone.remaining_estimate(local)
+                return due
+        # Of a schedule of the user's own Celery asks no more than this.
+        is_due, seconds = clone.is_due(local)
+        if not is_due:
+            return last + timedelta(seconds=seconds)
     # At the very instant at which it ran? Then it goes by another clock than Celery's.
+    return _asked(schedule, local)
+
+
+def _asked(schedule: Any, last: datetime) -> datetime:
+    """Return when ``is_due()`` says, counted from now."""
     due, seconds = schedule.is_due(last)
     now = datetime.now(timezone.utc)
     later = timedelta(seconds=seconds)

@@ -205,7 +205,26 @@ class Flag:
         return (self.up, 5.0)
 
 
-@pytest.mark.parametrize("schedule", [OwnClock(60), Flag()], ids=["own clock", "flag"])
+class SetClock(schedules.schedule):
+    """Has a clock that is not to be set."""
+
+    @property
+    def now(self):
+        return lambda: datetime.now(UTC)
+
+
+class Mapped(dict):
+    """Is of a kind that has no copy without its own constructor."""
+
+    is_due = OwnClock.is_due
+    seconds = 60
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [OwnClock(60), Flag(), SetClock(60, app=app_in("UTC")), Mapped()],
+    ids=["own clock", "flag", "clock that cannot be set", "no copy"],
+)
 def test_a_schedule_that_goes_by_another_clock_is_due_when_it_says_so(schedule):
     """Stock beat asks for is_due() alone, so anything that answers is a schedule."""
     before = datetime.now(UTC)
@@ -215,6 +234,15 @@ def test_a_schedule_that_goes_by_another_clock_is_due_when_it_says_so(schedule):
     assert before <= due <= datetime.now(UTC)
     assert missed(schedule, due, datetime.now(UTC), 2).newest == (due,)
     assert due_at(schedule, due) - due >= timedelta(seconds=5), "not over and over"
+
+
+def test_a_schedule_that_goes_by_another_clock_is_not_due_before_it_says_so():
+    """What it says counts from now, however long ago the run before was."""
+    before = datetime.now(UTC)
+
+    due = due_at(OwnClock(3600), before - timedelta(minutes=40))
+
+    assert due >= before + timedelta(minutes=19)
 
 
 def test_a_crontab_whose_clock_has_a_zone_is_read_as_celery_reads_it():
