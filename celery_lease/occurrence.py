@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Literal
 
 __all__ = [
+    "DEADLINE",
     "Decision",
     "Misfire",
     "MisfirePolicy",
@@ -24,6 +25,8 @@ __all__ = [
 
 #: Namespace of run ids. Part of the stored format: it must never change.
 _NAMESPACE = uuid.UUID("5a8e1c0e-6f0b-5d7c-9c55-0d5f3b1f4a9e")
+#: Celery's setting: crontabs that are later than so many seconds are not fired.
+DEADLINE = "beat_cron_starting_deadline"
 
 
 class MisfirePolicy(str, Enum):
@@ -157,6 +160,14 @@ class Misfire:
     grace: float | None
     #: How many of them ``all`` fires at most.
     limit: int
+    #: What sets the limit; None for the grace itself.
+    because: str | None = None
+
+    def within(self, deadline: float) -> Misfire:
+        """Return the same with Celery's deadline, in seconds, where that is the tighter one."""
+        if self.grace is not None and self.grace <= deadline:
+            return self
+        return replace(self, grace=deadline, because=DEADLINE)
 
     @property
     def wanted(self) -> int:
@@ -186,7 +197,7 @@ class Misfire:
         older = [each for each in missed.newest if not fire or each < fire[0]]
         late = len(fire) < len(candidates)
         if late or self.policy is MisfirePolicy.SKIP:
-            reason = f"more than {self.grace:g} s late"
+            reason = self.because or f"more than {self.grace:g} s late"
         elif self.policy is MisfirePolicy.ALL:
             reason = f"more than {self.limit} missed"
         else:

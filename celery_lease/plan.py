@@ -12,10 +12,13 @@ from celery.schedules import crontab, schedule, solar
 
 from celery_lease.due import missed
 from celery_lease.entry import PLAIN, wishes_of
-from celery_lease.occurrence import Decision, Misfire, Run, Skipped, run_id
+from celery_lease.occurrence import DEADLINE, Decision, Misfire, Run, Skipped, run_id
 from celery_lease.settings import Settings
 
 __all__ = ["Batch", "Planner"]
+
+#: Methods of a crontab on which depends whether it says that it is due.
+_ASKED = ("is_due", "remaining_estimate")
 
 
 @dataclass(slots=True)
@@ -117,20 +120,26 @@ class Planner:
     ) -> Decision | None:
         misfire = self._misfire(entry)
         found = missed(entry.schedule, first, now, misfire.wanted + 1)
+        newest = found.newest[-1]
+        deadline = self._deadline if isinstance(entry.schedule, crontab) else None
+        past = deadline is not None and (now - newest).total_seconds() > deadline
+        asked = self._may_say_no(entry)
+        if deadline is not None and not (asked and past):
+            # Of exact due times. Celery's `is_due` goes by a clock that moves on meanwhile,
+            # and on Celery 5.5 it may take minutes.
+            misfire = misfire.within(deadline)
         allowed = wishes_of(entry).overlap_timeout
         if since is not None and (now - since).total_seconds() < allowed:
             reason = "the one before is not settled"
-        elif not self._may_say_no(entry) or self._is_due(entry)[0]:
+        elif not asked or self._is_due(entry)[0]:
             return misfire.decide(found, now)
-        elif self._is_past_deadline(entry):
-            reason = "beat_cron_starting_deadline"
+        elif past:
+            reason = DEADLINE
         else:
             return None
         return Decision(
             fire=(),
-            skipped=Skipped(
-                first=found.first, last=found.newest[-1], count=found.count, reason=reason
-            ),
+            skipped=Skipped(first=found.first, last=newest, count=found.count, reason=reason),
         )
 
     def _misfire(self, entry: ScheduleEntry) -> Misfire:
@@ -142,14 +151,6 @@ class Planner:
         if self._hooked or type(entry).is_due is not ScheduleEntry.is_due:
             return True
         kind = type(entry.schedule)
-        return self._deadline is not None if kind is crontab else kind not in (schedule, solar)
-
-    def _is_past_deadline(self, entry: ScheduleEntry) -> bool:
-        """Return whether a "no" is that of Celery's deadline: no later one is a "yes"."""
-        if not isinstance(entry.schedule, crontab) or self._deadline is None:
-            return False
-        if self._hooked:
-            # The user's "no" may be one for now; only the stock answer is the deadline's.
-            stock_is_due, _ = entry.is_due()
-            return not stock_is_due
-        return True
+        if issubclass(kind, crontab):
+            return any(getattr(kind, each) is not getattr(crontab, each) for each in _ASKED)
+        return kind not in (schedule, solar)

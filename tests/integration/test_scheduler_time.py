@@ -2,6 +2,7 @@
 
 import itertools
 from datetime import datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
 
 import pytest
 import sqlalchemy as sa
@@ -114,9 +115,8 @@ def test_a_takeover_alone_skips_nothing(cluster):
 
 def test_celerys_own_deadline_is_a_recorded_skip(cluster):
     """``beat_cron_starting_deadline`` is honoured, and can be looked up afterwards."""
-    crontab = schedules.crontab(minute=0)
-    beat = cluster.beat({"entry": {"schedule": crontab}}, beat_cron_starting_deadline=60)
-    crontab.nowfun = beat.now
+    hourly = {"entry": {"schedule": schedules.crontab(minute=0)}}
+    beat = cluster.beat(hourly, beat_cron_starting_deadline=60)
 
     beat.at(hours=1, minutes=10).go()
 
@@ -126,8 +126,47 @@ def test_celerys_own_deadline_is_a_recorded_skip(cluster):
     ]
 
 
-class Gated(schedules.schedule):
-    """A user's schedule that says "not now" for a while."""
+class Renamed(schedules.crontab):
+    """A user's crontab that is Celery's in all that matters."""
+
+
+@pytest.mark.parametrize("kind", [schedules.crontab, Renamed])
+def test_a_deadline_is_not_asked_of_celery(cluster, monkeypatch, kind):
+    """Celery 5.5 goes from the last run to now in steps of the lateness.
+
+    For a daily crontab that is found after some milliseconds they are millions.
+    """
+    monkeypatch.setattr(schedules.crontab, "is_due", lambda self, last_run_at: 1 / 0)
+    entry = {"schedule": kind(minute=0)}
+
+    cluster.beat({"entry": entry}, beat_cron_starting_deadline=60).at(hours=1, seconds=1).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [60]
+
+
+def test_a_deadline_does_not_drop_the_run_of_the_day_on_which_its_time_does_not_exist(cluster):
+    """Half past two is half past three then, and Celery looks for a half past two."""
+    before = datetime(2025, 3, 29, 1, 30, tzinfo=timezone.utc)
+    nightly = schedules.crontab(hour=2, minute=30)
+    cluster.conf["timezone"] = "Europe/Berlin"
+
+    class InSpring(Beat):
+        clock = before + timedelta(days=1, seconds=1)
+
+    beat = cluster.beat(
+        {"entry": {"schedule": nightly, "last_run_at": before}},
+        cls=InSpring,
+        beat_cron_starting_deadline=600,
+    )
+    nightly.nowfun = lambda: beat.now().astimezone(ZoneInfo("Europe/Berlin"))
+    beat.go()
+
+    assert [row.due_at for row in cluster.rows(run_table)] == [before + timedelta(days=1)]
+    assert cluster.runs("state") == [("published",)]
+
+
+class Gate:
+    """What a user's schedule has that says "not now" for a while."""
 
     open = False
 
@@ -136,10 +175,30 @@ class Gated(schedules.schedule):
         return due if self.open else schedules.schedstate(False, 10.0)
 
 
-def test_a_schedule_that_says_not_now_is_asked_again(cluster):
-    """As stock beat does: the occurrence is not lost, it waits."""
-    gate = Gated(60.0)
-    beat = cluster.beat({"entry": {"schedule": gate}})
+class Gated(Gate, schedules.schedule):
+    """An interval with a gate."""
+
+
+class GatedCrontab(Gate, schedules.crontab):
+    """A crontab with a gate."""
+
+
+class Postponed(schedules.crontab):
+    """A crontab with a gate in the other method that Celery's answer comes from."""
+
+    open = False
+
+    def remaining_estimate(self, last_run_at):
+        left = super().remaining_estimate(last_run_at)
+        return left if self.open or left > timedelta(0) else timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("deadline", [None, 60])
+@pytest.mark.parametrize("gate", [lambda: Gated(60.0), GatedCrontab, Postponed])
+def test_a_schedule_that_says_not_now_is_asked_again(cluster, gate, deadline):
+    """As stock beat does: the occurrence is not lost, it waits, for as long as it is in time."""
+    gate = gate()
+    beat = cluster.beat({"entry": {"schedule": gate}}, beat_cron_starting_deadline=deadline)
     gate.nowfun = beat.now
     beat.at(seconds=61).go()
     assert cluster.runs("id") == []
@@ -188,6 +247,23 @@ def test_a_deadline_that_passes_while_a_scheduler_says_no_is_a_recorded_skip(clu
     beat.at(hours=1, minutes=10).go()
 
     assert cluster.runs("due", "reason") == [(60, "beat_cron_starting_deadline")]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_celerys_own_deadline_holds_for_each_occurrence(cluster, asked):
+    """``all`` fires what is in time for it, and not what was missed before that."""
+    hourly = schedules.crontab(minute=0)
+    beat = cluster.beat(
+        {"entry": {"schedule": hourly, "misfire": "all"}},
+        cls=type("Open", (Maintained,), {"closed": False}) if asked else Beat,
+        beat_cron_starting_deadline=5400,
+    )
+    hourly.nowfun = beat.now
+
+    beat.at(hours=3, minutes=10).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [120, 180]
+    assert cluster.runs("due", "skipped", "reason")[0] == (60, 1, "beat_cron_starting_deadline")
 
 
 def test_an_entry_class_that_knows_no_wishes_is_taken(cluster):

@@ -106,6 +106,25 @@ def test_skip_fires_the_one_that_is_on_time_and_none_before_it():
     assert (decision.skipped.count, decision.skipped.last) == (2, hours(1)[0])
 
 
+@pytest.mark.parametrize(
+    ("grace", "deadline", "fire", "reason"),
+    [
+        (None, 5400, (1,), "beat_cron_starting_deadline"),
+        (9000, 5400, (1,), "beat_cron_starting_deadline"),
+        (5400, 9000, (1,), "more than 5400 s late"),
+    ],
+)
+def test_of_grace_and_deadline_the_tighter_one_counts_and_is_named(grace, deadline, fire, reason):
+    """Each says how late is too late; who asks why should read which of them it was."""
+    misfire = Misfire(policy=ALL, grace=grace, limit=100).within(deadline)
+    missed = Missed(first=hours(3)[0], newest=hours(3, 2, 1), count=3)
+
+    decision = misfire.decide(missed, NOON)
+
+    assert decision.fire == hours(*fire)
+    assert decision.skipped.reason == reason
+
+
 def test_an_unknown_count_stays_unknown():
     """Years of missed crontab minutes are not counted one by one."""
     assert decide(LATEST, 2, 1, count=None).skipped.count is None
