@@ -12,13 +12,26 @@ from celery.schedules import crontab, schedule, solar
 
 from celery_lease.due import missed
 from celery_lease.entry import PLAIN, wishes_of
-from celery_lease.occurrence import DEADLINE, Decision, Misfire, Run, Skipped, run_id
+from celery_lease.occurrence import (
+    DEADLINE,
+    Decision,
+    Misfire,
+    MisfirePolicy,
+    Run,
+    Skipped,
+    run_id,
+)
 from celery_lease.settings import Settings
 
 __all__ = ["Batch", "Planner"]
 
 #: Methods of a crontab on which depends whether it says that it is due.
 _ASKED = ("is_due", "remaining_estimate")
+#: Seconds until an entry is asked again whose schedule says "not now".
+NOT_NOW = 1.0
+#: An entry that waits for the run before is asked again after this part of what that has
+#: taken so far, in seconds between these bounds: many may wait, and for long.
+PART, SHORTEST, LONGEST = 0.1, 1.0, 30.0
 
 
 @dataclass(slots=True)
@@ -80,7 +93,7 @@ class Planner:
         *,
         since: datetime | None,
         room: int,
-    ) -> bool:
+    ) -> float:
         """Decide about one entry, and put the decision into the batch.
 
         Args:
@@ -92,16 +105,23 @@ class Planner:
             room: For how many runs the batch has room.
 
         Returns:
-            False if it is to be asked again later: its schedule says "not now".
+            0 if it was dealt with; else the seconds until it is to be asked again, since its
+            schedule says "not now" or the run before has to be done first.
         """
-        decision = self._decide(entry, first, now, since)
+        wishes = wishes_of(entry)
+        misfire = self._plain if wishes is PLAIN else wishes.on_misfire(self._settings)
+        waits = 0.0 if since is None else (now - since).total_seconds()
+        unsettled = since is not None and waits < wishes.overlap_timeout
+        if unsettled and misfire.policy is MisfirePolicy.ALL:
+            return min(max(SHORTEST, PART * waits), LONGEST)
+        decision = self._decide(entry, misfire, first, now, unsettled=unsettled)
         if decision is None:
-            return False
+            return NOT_NOW
         name = str(entry.name)
         if decision.skipped is not None:
             batch.skipped.append((name, decision.skipped))
             batch.moved[name] = decision.skipped.last
-        fire = decision.fire[: room if wishes_of(entry).overlap else min(room, 1)]
+        fire = decision.fire[: room if wishes.overlap else 1]
         for due_at in fire:
             batch.runs.append(
                 Run(
@@ -113,12 +133,17 @@ class Planner:
             )
         if fire:
             batch.moved[name], batch.fired[name] = fire[-1], len(fire)
-        return True
+        return 0.0
 
     def _decide(
-        self, entry: ScheduleEntry, first: datetime, now: datetime, since: datetime | None
+        self,
+        entry: ScheduleEntry,
+        misfire: Misfire,
+        first: datetime,
+        now: datetime,
+        *,
+        unsettled: bool,
     ) -> Decision | None:
-        misfire = self._misfire(entry)
         found = missed(entry.schedule, first, now, misfire.wanted + 1)
         newest = found.newest[-1]
         deadline = self._deadline if isinstance(entry.schedule, crontab) else None
@@ -128,8 +153,7 @@ class Planner:
             # Of exact due times. Celery's `is_due` goes by a clock that moves on meanwhile,
             # and on Celery 5.5 it may take minutes.
             misfire = misfire.within(deadline)
-        allowed = wishes_of(entry).overlap_timeout
-        if since is not None and (now - since).total_seconds() < allowed:
+        if unsettled:
             reason = "the one before is not settled"
         elif not asked or self._is_due(entry)[0]:
             return misfire.decide(found, now)
@@ -141,10 +165,6 @@ class Planner:
             fire=(),
             skipped=Skipped(first=found.first, last=newest, count=found.count, reason=reason),
         )
-
-    def _misfire(self, entry: ScheduleEntry) -> Misfire:
-        wishes = wishes_of(entry)
-        return self._plain if wishes is PLAIN else wishes.on_misfire(self._settings)
 
     def _may_say_no(self, entry: ScheduleEntry) -> bool:
         """Return whether ``is_due`` can refuse what is due by its schedule: few can."""

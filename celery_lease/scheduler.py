@@ -186,8 +186,9 @@ class LeasedScheduler(LeaseMixin, Scheduler):
                 self.agenda.give_back(found[done:])
                 break
             try:
-                if not self.planner.add(batch, entries[name], first, now, since=since, room=room):
-                    self.agenda.again(name, now)
+                again = self.planner.add(batch, entries[name], first, now, since=since, room=room)
+                if again:
+                    self.agenda.again(name, now, again)
             except Exception as error:  # noqa: BLE001 - a user's schedule may raise anything
                 self.agenda.set_aside(name, now, error)
         return batch

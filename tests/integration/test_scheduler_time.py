@@ -1,6 +1,7 @@
 """The leased scheduler and time: what was missed, what came and went, what is wrong."""
 
 import itertools
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
 
@@ -9,7 +10,7 @@ import sqlalchemy as sa
 from celery import schedules
 from celery.beat import ScheduleEntry
 
-from celery_lease import scheduler
+from celery_lease import plan, scheduler
 from celery_lease.stores.schema import entry_table, run_table
 from tests.integration.beats import START, Beat, Cluster
 
@@ -293,13 +294,68 @@ def test_an_entry_that_must_not_overlap_waits_for_the_run_before(cluster):
     assert [due for _, due, _ in cluster.sent()] == [1, 3]
 
 
-def test_catching_up_does_not_overlap_either(cluster):
-    """Several missed ones at once would be just that."""
-    entry = {"schedule": 60.0, "fenced": True, "overlap": False, "misfire": "all"}
-    cluster.beat({"entry": entry}).at(minutes=3, seconds=1).go()
+#: Each of them is about a period of its own, and they must come one after the other.
+EACH = {"schedule": 60.0, "fenced": True, "overlap": False, "misfire": "all"}
 
+
+def settle(cluster):
+    """Settle what was sent."""
+    for run, state in cluster.runs("id", "state"):
+        with suppress(sa.exc.IntegrityError):  # it is settled
+            if state == "published":
+                cluster.commit(run)
+
+
+def test_catching_up_does_not_overlap_and_leaves_none_out(cluster):
+    """With ``all`` each of them handles a period: the next one waits for the one before."""
+    beat = cluster.beat({"entry": EACH}).at(minutes=3, seconds=1).go()
+    beat.at(minutes=3, seconds=30).go()
     assert [due for _, due, _ in cluster.sent()] == [1]
-    assert cluster.runs("due", "state", "skipped")[1] == (2, "skipped", 2)
+
+    for seconds in (60, 90):
+        settle(cluster)
+        beat.at(minutes=3, seconds=seconds).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [2, 3]
+    assert {state for (state,) in cluster.runs("state")} == {"published"}
+
+
+def test_what_waits_for_the_one_before_is_bounded_like_any_catch_up(cluster):
+    """A task that is slower than its schedule would never be done with it."""
+    beat = cluster.beat({"entry": EACH}, beat_lease_catch_up_limit=3).at(minutes=2).go()
+    beat.at(minutes=10).go()
+    assert cluster.runs("due") == [(1,)], "nothing is decided while it waits"
+
+    settle(cluster)
+    beat.at(minutes=11).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 9]
+    assert cluster.runs("due", "skipped", "reason")[1] == (2, 7, "more than 3 missed")
+
+
+def test_what_waits_for_a_lost_message_waits_for_so_long(cluster):
+    """``overlap_timeout`` ends it here too."""
+    entry = {**EACH, "overlap_timeout": 90}
+    beat = cluster.beat({"entry": entry}).at(seconds=61).go()
+    cluster.write(sa.update(run_table).values(claimed_at=START + timedelta(seconds=61)))
+
+    beat.at(seconds=121).go().at(seconds=150).go()
+    assert [due for _, due, _ in cluster.sent()] == [1]
+    beat.at(seconds=160).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [2]
+
+
+@pytest.mark.parametrize(("waits", "pause"), [(1, 1.0), (60, 6.0), (1200, 30.0)])
+def test_what_waits_is_looked_at_ever_less_often(cluster, monkeypatch, waits, pause):
+    """And nothing is worked out for it: thousands may wait for tasks that take an hour."""
+    beat = cluster.beat({"entry": EACH}).at(seconds=61).go()
+    cluster.write(sa.update(run_table).values(claimed_at=START + timedelta(minutes=30)))
+    monkeypatch.setattr(plan, "missed", lambda *args: 1 / 0)
+
+    beat.at(minutes=30, seconds=waits).go()
+
+    assert beat.agenda.next_due - beat.now() == timedelta(seconds=pause)
 
 
 def test_a_lost_message_does_not_silence_an_entry_for_ever(cluster):
