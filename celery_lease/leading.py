@@ -178,6 +178,8 @@ class LeaseMixin(LeasedSends):
         if term is not self._term:
             self.load(term)
             self._term, self._recovering = term, True
+            # The set-up's own came too early: nothing is written before there is a term.
+            self._do_sync()
             self._compare_clocks()
         if self._recovering or self._renewals != self.elector.renewals:
             self._chores(term)

@@ -277,6 +277,20 @@ def test_a_deposed_leader_does_not_write_its_state(cluster):
     assert stored == []
 
 
+def test_a_leader_writes_what_it_has_set_up(cluster):
+    """When an entry begins is state: a crash before it is first due must not begin it anew."""
+    stored = []
+
+    class Storage(Scheduler):
+        def sync(self):
+            stored.append(dict(self.schedule))
+
+    far = {"entry": {"schedule": timedelta(days=3650)}}
+    cluster.beat(far, cls=type("Led", (LeaseMixin, Storage), {})).tick()
+
+    assert [list(each) for each in stored] == [["entry"]]
+
+
 def test_a_leader_writes_its_state_before_it_releases(cluster):
     """A graceful stop keeps what it knows."""
     stored = []
