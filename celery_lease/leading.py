@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from shelve import Shelf
 from typing import Any, NoReturn
 
 from celery_lease.errors import (
@@ -272,6 +273,13 @@ class LeaseMixin(LeasedSends):
     def unload(self) -> None:
         """Let go of the schedule: somebody else may lead. Called while standing by, often."""
         self._set_up, self._heap = False, None
+        shelf = getattr(self, "_store", None)
+        if isinstance(shelf, Shelf):
+            # Celery deletes a file that it cannot open, as one that is open already.
+            self._store = None
+            # What was not written is not ours to write any more.
+            shelf.cache.clear()  # type: ignore[attr-defined] # the stubs forget it
+            shelf.close()
 
     def turn(self, term: Term, *args: Any, **kwargs: Any) -> float:
         """Do one turn under *term*; return seconds until the next."""
@@ -320,5 +328,7 @@ class LeaseMixin(LeasedSends):
                 parts.callback(self.publisher.close)
             if "elector" in self.__dict__:
                 parts.callback(self.elector.close)
+            if self._set_up and not self.elector.leading:
+                self.unload()
             if self._set_up:  # Celery 5.5 would close a file that was never opened
                 super().close()

@@ -1,5 +1,7 @@
 """Other schedulers under the lease: their storage stays their own, and only one writes it."""
 
+import errno
+import shelve
 from contextlib import suppress
 from datetime import timedelta
 
@@ -69,6 +71,79 @@ def test_a_standby_does_not_touch_the_others_files(cluster, tmp_path):
 
     assert first.elector.leading
     assert second._store is None
+
+
+class Locking:
+    """Opens a file once at a time, as GNU's dbm does."""
+
+    shelf = None
+
+    @classmethod
+    def open(cls, filename, **kwargs):
+        if cls.shelf is not None and not isinstance(cls.shelf.dict, shelve._ClosedDict):
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable", filename)
+        cls.shelf = shelve.DbfilenameShelf(filename, **kwargs)
+        return cls.shelf
+
+
+def persistent(cluster, path, **attributes):
+    """Start a leased PersistentScheduler with an entry that is due in years."""
+    app = cluster.app({"entry": {"schedule": timedelta(days=3650)}})
+    beat = type("Led", (leased(PersistentScheduler),), attributes)(
+        app=app, schedule_filename=str(path)
+    )
+    cluster.beats.append(beat)
+    return beat
+
+
+def test_a_beat_that_leads_again_finds_its_file_as_it_was(cluster, tmp_path):
+    """A stock scheduler that cannot open it, since it is open, deletes it."""
+    beat = persistent(cluster, tmp_path / "schedule", persistence=Locking)
+    beat.tick()
+    beat.schedule["entry"].last_run_at = START - timedelta(days=1)
+    beat.sync()
+
+    beat.elector.concede("a blip")
+    cluster.depose()
+    while beat.elector.term is None:
+        beat.tick()
+    beat.tick()
+
+    assert beat.elector.term.epoch == 2
+    assert beat.schedule["entry"].last_run_at == START - timedelta(days=1)
+
+
+@pytest.mark.parametrize("then", ["stands by", "is stopped"])
+def test_a_deposed_leader_closes_its_file_as_it_is(cluster, tmp_path, then):
+    """What it knows may be old, and another beat may write there by now."""
+    path = tmp_path / "schedule"
+    beat = persistent(cluster, path)
+    beat.tick()
+    beat.schedule["entry"].total_run_count = 77
+    shelf = beat._store
+
+    beat.elector.concede("another beat leads")
+    if then == "stands by":
+        beat.tick()
+        beat.tick()
+    beat.close()
+
+    assert isinstance(shelf.dict, shelve._ClosedDict)
+    with shelve.open(str(path)) as stored:
+        assert stored["entries"]["entry"].total_run_count == 0
+
+
+def test_a_leader_that_is_stopped_writes_its_file(cluster, tmp_path):
+    """As a stock scheduler does."""
+    path = tmp_path / "schedule"
+    beat = persistent(cluster, path)
+    beat.tick()
+    beat.schedule["entry"].total_run_count = 77
+
+    beat.close()
+
+    with shelve.open(str(path)) as stored:
+        assert stored["entries"]["entry"].total_run_count == 77
 
 
 def test_what_a_stock_tick_sends_is_claimed_stamped_and_marked(cluster):

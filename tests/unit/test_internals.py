@@ -5,12 +5,13 @@ away without any error: ours would be a new one, which nobody reads.
 """
 
 import logging
+from shelve import Shelf
 
 import pytest
 import sqlalchemy as sa
 from celery import Celery, _state
 from celery.app.task import Context, Task
-from celery.beat import Scheduler
+from celery.beat import PersistentScheduler, Scheduler
 from sqlalchemy.orm import Session
 
 from celery_lease.guards.sqlalchemy import _begun
@@ -23,6 +24,8 @@ from celery_lease.guards.sqlalchemy import _begun
         (Context, "_protected"),  # task: whether a request's body runs
         (Task, "_backend"),  # task: the backend that ours stands before
         (Scheduler, "_do_sync"),  # sending: a state that cannot be stored
+        (PersistentScheduler, "_store"),  # leading: a file that is open
+        (Shelf({}), "cache"),  # leading: what would be written to it
         (logging.Formatter(), "_fmt"),  # logs: whether the user chose a format
     ],
     ids=lambda each: each if isinstance(each, str) else "",
