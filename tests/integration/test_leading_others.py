@@ -381,28 +381,25 @@ def test_a_leader_writes_its_state_before_it_releases(cluster):
     assert stored[-1] is True
 
 
-def test_redbeat_is_led_like_any_other(cluster, redis_url):
-    """Its entries live in Redis, and its tick is its own."""
-    schedulers = pytest.importorskip("redbeat.schedulers")
+@pytest.fixture
+def redbeats(cluster, redis_url):
+    """Two leased RedBeatSchedulers over one Redis, and an entry there that is due."""
+    pytest.importorskip("redbeat")
+    from celery_lease.redbeat import LeasedRedBeatScheduler
 
-    class RedBeat(Steered, LeaseMixin, schedulers.RedBeatScheduler):
-        def find(self, name):
-            key = self.Entry.generate_key(self.app, name)
-            try:
-                return self.Entry.from_key(key, app=self.app)
-            except KeyError:
-                return None
-
-    conf = {"redbeat_redis_url": redis_url, "redbeat_lock_key": None, "result_expires": None}
+    cls = type("RedBeat", (Steered, LeasedRedBeatScheduler), {})
+    conf = {"redbeat_redis_url": redis_url, "result_expires": None}
     far = {"far": {"schedule": timedelta(days=3650)}}
-    first = cluster.beat(far, cls=RedBeat, **conf)
-    second = cluster.beat(far, cls=RedBeat, **conf)
+    first, second = (cluster.beat(far, cls=cls, **conf) for _ in range(2))
     first.tick()
-    entry = schedulers.RedBeatSchedulerEntry(
-        "entry", "tasks.plain", timedelta(days=1), app=first.app
-    )
+    entry = cls.Entry("entry", "tasks.plain", timedelta(days=1), app=first.app)
     entry.save().reschedule(START - timedelta(days=1))
+    return first, second, entry
 
+
+def test_redbeat_is_led_like_any_other(cluster, redbeats):
+    """Its entries live in Redis, and its tick is its own."""
+    first, second, entry = redbeats
     first.go(3)
     second.go(3)
     assert len(cluster.messages()) == 1
@@ -414,3 +411,38 @@ def test_redbeat_is_led_like_any_other(cluster, redis_url):
     second.go(3)
 
     assert [m.headers["stamps"]["lease_epoch"] for m in cluster.messages()] == [2]
+
+
+def test_what_the_broker_did_not_take_from_redbeat_is_sent_when_it_is_back(cluster, redbeats):
+    """The schedule has only what is due now, and the entry has moved on by then."""
+    beat, _, _ = redbeats
+    beat.before_flush = no_broker
+    beat.go(3)
+    assert cluster.runs("state") == [("claimed",)]
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.go(3)
+
+    assert len(cluster.messages()) == 1
+    assert cluster.runs("state") == [("published",)]
+
+
+@pytest.mark.parametrize("how", ["deleted", "disabled"])
+def test_a_run_whose_redbeat_entry_was_removed_is_skipped(cluster, redbeats, how):
+    """Somebody does not want it any more."""
+    beat, _, entry = redbeats
+    beat.before_flush = no_broker
+    beat.go(3)
+    if how == "deleted":
+        entry.delete()
+    else:
+        entry.enabled = False
+        entry.save()
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.go(3)
+
+    assert cluster.messages() == []
+    assert cluster.runs("state", "reason") == [("skipped", "entry removed")]
