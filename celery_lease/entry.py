@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -84,6 +86,9 @@ PLAIN = Wishes()
 #: What `repr()` shows of an object that has no other: where it is in this process.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
 _KEYS = tuple(Wishes.__dataclass_fields__)
+#: Keys of Celery's, and what a scheduler gives beside them.
+_CELERYS = frozenset(inspect.signature(ScheduleEntry).parameters)
+_GIVEN = frozenset({"name", "app"})
 
 
 class LeasedEntry(ScheduleEntry):
@@ -98,14 +103,21 @@ class LeasedEntry(ScheduleEntry):
         name: str | None = None,
         task: str | None = None,
         last_run_at: datetime | None = None,
+        total_run_count: int | None = None,
+        schedule: Any = None,
         *args: Any,
         wishes: Wishes | None = None,
         **kwargs: Any,
     ) -> None:
+        given = {key: kwargs.pop(key) for key in _KEYS if key in kwargs}
         if name is not None:
             _check_name(name)
-        given = {key: kwargs.pop(key) for key in _KEYS if key in kwargs}
-        super().__init__(name, task, last_run_at, *args, **kwargs)
+            _check_schedule(name, schedule)
+        try:
+            super().__init__(name, task, last_run_at, total_run_count, schedule, *args, **kwargs)
+        except TypeError:
+            _check_keys(name, kwargs)  # Not before: there may be a hundred thousand entries.
+            raise
         self.wishes = Wishes.read(name or "", given) if given else wishes or PLAIN
         clock = getattr(self.schedule, "nowfun", None)
         if clock is not None:
@@ -159,6 +171,42 @@ def _check_name(name: Any) -> None:
         return
     shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:80]}…"
     raise ConfigurationError(f"beat_schedule[{shown}]: {trouble}", setting="beat_schedule")
+
+
+def _check_keys(name: str | None, given: Mapping[str, Any]) -> None:
+    """Refuse a key that nothing would read.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    key = next((each for each in given if each not in _CELERYS), None)
+    if key is None:
+        return
+    known = sorted(_CELERYS - _GIVEN) + list(_KEYS)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0)
+    setting = f"beat_schedule[{name!r}][{key!r}]"
+    raise ConfigurationError(
+        f"{setting} is not a key of an entry; did you mean {near[0]!r}? Otherwise remove it",
+        setting=setting,
+    )
+
+
+def _check_schedule(name: str, schedule: Any) -> None:
+    """Refuse what is no schedule, some of which Celery takes until it is due.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    # Celery makes an interval of a number.
+    if isinstance(schedule, (int, float, timedelta)):
+        return
+    if isinstance(schedule, type) or not hasattr(schedule, "is_due"):
+        setting = f"beat_schedule[{name!r}]['schedule']"
+        raise ConfigurationError(
+            f"{setting} = {schedule!r} is not a schedule; give seconds, a timedelta, a crontab or "
+            f"another schedule of Celery's or your own",
+            setting=setting,
+        )
 
 
 def _check_clock(name: str | None, clock: Callable[[], datetime]) -> None:

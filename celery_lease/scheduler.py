@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
@@ -23,6 +23,7 @@ from celery_lease.leading import LeaseMixin
 from celery_lease.lease import Term
 from celery_lease.parts import logger
 from celery_lease.plan import Batch, Planner
+from celery_lease.publish import said
 from celery_lease.sending import tell_known, tell_skipped
 from celery_lease.stores.entries import EntryState, SQLEntries
 
@@ -68,9 +69,27 @@ class LeasedScheduler(LeaseMixin, Scheduler):
                 self.merge_inplace(self.app.conf.beat_schedule)
         except ConfigurationError as error:
             self._refuse(error)
+        except Exception as error:  # noqa: BLE001 - whatever an entry's class or clock raises
+            self._refuse(self._which_entry(error))
         if not isinstance(self.app.backend, DisabledBackend):  # else there is nothing to clean
             self.install_default_entries(self.data)
         super().setup_schedule()
+
+    def _which_entry(self, error: Exception) -> ConfigurationError:
+        """Return an error that names the entry which could not be made: Celery's does not."""
+        setting, entries = "beat_schedule", self.app.conf.beat_schedule
+        if not isinstance(entries, Mapping):
+            kind = type(entries).__name__
+            return ConfigurationError(
+                f"{setting} is a {kind}; give a dict of entries", setting=setting
+            )
+        for name, entry in entries.items():
+            try:
+                self.Entry(**dict(entry, name=name, app=self.app))
+            except Exception as found:  # noqa: BLE001 - the same
+                setting, error = f"{setting}[{name!r}]", found
+                break
+        return ConfigurationError(f"{setting}: {' '.join(said(error).split())}", setting=setting)
 
     @property
     def schedule(self) -> ScheduleDict:

@@ -11,7 +11,7 @@ import celery
 import kombu
 import pytest
 import sqlalchemy as sa
-from celery.beat import BeatLazyFunc, EmbeddedService, Scheduler, Service
+from celery.beat import BeatLazyFunc, EmbeddedService, ScheduleEntry, Scheduler, Service
 from celery.schedules import crontab
 
 from celery_lease import leading, recovery
@@ -897,6 +897,58 @@ def test_a_wrong_wish_of_an_entry_ends_beat_too(cluster, caplog):
         cluster.beat({"entry": {"schedule": 60.0, "misfire": "sometimes"}})
 
     assert "beat_schedule['entry']['misfire']" in caplog.text
+
+
+class Own(Beat):
+    """A user's scheduler with Celery's entries."""
+
+    Entry = ScheduleEntry
+
+
+def _no_clock():
+    raise OSError("ntp:\nno answer")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"task": "t", "schedule": 60.0, "missfire": "all"}, "['missfire'] is not a key"),
+        ({"task": "t", "schedule": "*/5 * * * *"}, "['schedule'] = '*/5 * * * *' is not a sch"),
+        ({"task": "t"}, "['schedule'] = None is not a schedule"),
+        ({"task": "t", "schedule": crontab(nowfun=_no_clock)}, ": OSError: ntp: no answer"),
+        ("*/5 * * * *", ": ValueError: "),
+    ],
+)
+def test_an_entry_that_cannot_be_made_ends_beat_too(cluster, caplog, wrong, words):
+    """The line names it: Celery's traceback does not, and there may be thousands of them."""
+    app = cluster.app({"a": {"schedule": 60.0}, "z": {"schedule": 60.0}})
+    app.conf.beat_schedule["bad"] = wrong
+    with pytest.raises(SystemExit):
+        Beat(app=app)
+
+    (line,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert f"beat cannot start: beat_schedule['bad']{words}" in line.getMessage()
+    assert "\n" not in line.getMessage()
+    assert line.exc_info is None
+
+
+def test_an_entry_of_another_class_that_cannot_be_made_is_named_too(cluster, caplog):
+    """Of whatever class it is: with Celery's own words."""
+    with pytest.raises(SystemExit):
+        cluster.beat({"bad": {"schedule": 60.0, "enabled": True}}, cls=Own)
+
+    assert "beat cannot start: beat_schedule['bad']: TypeError: " in caplog.text
+    assert "'enabled'" in caplog.text
+
+
+def test_entries_that_are_no_dict_end_beat_too(cluster, caplog):
+    """Nothing can be named then but the setting."""
+    app = cluster.app({})
+    app.conf.beat_schedule = [{"task": "t", "schedule": 60.0}]
+    with pytest.raises(SystemExit):
+        Beat(app=app)
+
+    assert "beat cannot start: beat_schedule is a list" in caplog.text
 
 
 @pytest.mark.parametrize("signal", ["on_after_configure", "on_after_finalize"])

@@ -25,6 +25,13 @@ def entry(app, **keys):
     return LeasedEntry(name="nightly", task="t", schedule=60.0, app=app, **keys)
 
 
+class Flag:
+    """A schedule of somebody's own."""
+
+    def is_due(self, last_run_at):
+        return (True, 5.0)
+
+
 def test_an_entry_that_asks_for_nothing_shares_one_answer(app):
     """A hundred thousand entries need not carry a hundred thousand of them."""
     assert entry(app).wishes is PLAIN
@@ -70,6 +77,35 @@ def test_a_wish_that_cannot_be_names_entry_and_key(app, key, value):
         entry(app, **{key: value})
 
     assert f"beat_schedule['nightly']['{key}']" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"), [("missfire", "misfire"), ("last_run", "last_run_at")]
+)
+def test_a_key_that_nothing_would_read_names_entry_and_the_nearest_one(app, key, nearest):
+    """It is a typing error, or another package's key: either way it would not do anything."""
+    with pytest.raises(ConfigurationError) as told:
+        entry(app, **{key: "all"})
+
+    words = (
+        f"beat_schedule['nightly']['{key}'] is not a key of an entry; did you mean '{nearest}'?"
+    )
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize("wrong", ["*/5 * * * *", None, crontab, ["a list"]])
+def test_a_schedule_that_is_none_names_the_entry(app, wrong):
+    """Some of them Celery takes, until the entry is due."""
+    with pytest.raises(ConfigurationError) as told:
+        LeasedEntry(name="nightly", task="t", schedule=wrong, app=app)
+
+    assert f"beat_schedule['nightly']['schedule'] = {wrong!r} is not a schedule" in str(told.value)
+
+
+@pytest.mark.parametrize("right", [60, 0.5, timedelta(days=1), crontab(), Flag()])
+def test_whatever_celery_takes_for_a_schedule_is_taken(app, right):
+    """It asks no more of one than whether it is due."""
+    assert LeasedEntry(name="nightly", task="t", schedule=right, app=app).name == "nightly"
 
 
 @pytest.mark.parametrize(
