@@ -493,6 +493,7 @@ def test_one_bad_entry_is_set_aside_and_tried_again(cluster, caplog):
     """The others go on, and so does this one once it can."""
     bad = Broken(60.0)
     beat = cluster.beat({"bad": {"schedule": bad}, "good": {"schedule": 60.0}})
+    bad.nowfun = beat.now
     beat.at(seconds=61).go()
     assert [entry for entry, _, _ in cluster.sent()] == ["good"]
     assert "'bad' is set aside" in caplog.text
