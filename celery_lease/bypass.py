@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -66,18 +67,19 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
 
 
 def replace_once(
-    cls: type[Any], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    cls: type[Any], name: str, wrap: Callable[[Callable[[Any], Any]], Callable[..., Any]]
 ) -> None:
     """Have *wrap* stand around a method of the user's own, unless a base of *cls* has it.
 
     Args:
         cls: The class of the task.
         name: Name of the method.
-        wrap: Returns what takes its place.
+        wrap: Given what returns the method of a task, returns what takes its place.
     """
-    own = getattr(cls, name)
+    own = inspect.getattr_static(cls, name)
     if own not in _wrapped:
-        wrapped = wrap(own)
+        # It may be a static method, or one of the class.
+        wrapped = wraps(getattr(cls, name))(wrap(lambda task: own.__get__(task, type(task))))
         _wrapped.add(wrapped)
         setattr(cls, name, wrapped)
 

@@ -8,6 +8,7 @@ it claimed as well, and this leader sends it when the broker is back.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from celery_lease.publish import FLUSH, Flushed, Remedy, Undelivered, Unsent
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.ledger import SQLLedger
 
-__all__ = ["BATCH", "REMOVED", "Dispatcher", "fields"]
+__all__ = ["BATCH", "REMOVED", "Dispatcher", "Ending", "fields"]
 
 logger = logging.getLogger("celery_lease.scheduler")
 
@@ -37,6 +38,10 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 5.0
 PATIENCE = 60.0
 #: Why a run is skipped whose entry is gone.
 REMOVED = "entry removed"
+
+
+#: How a run ends that is not sent, and why, in words.
+Ending = tuple[RunState, str]
 
 
 class Dispatcher:
@@ -97,6 +102,7 @@ class Dispatcher:
         """Forget what waits: the ledger knows it, and has to be read again."""
         self.waiting.clear()
         self._suspects.clear()
+        self._unwanted.clear()
         self._unmade.clear()
         self._unmarked.clear()
 
@@ -121,30 +127,38 @@ class Dispatcher:
             while left:
                 self.elector.check()
                 chunk = self._next_flush(left)
+                left = left[len(chunk) :]
                 try:
                     flushed = self._flush(term, chunk)
                 except Undelivered as error:
-                    taken = [run for run in chunk if run.id in error.taken]
-                    self._note_sent(taken, sent)
-                    chunk, left = [run for run in chunk if run not in taken], left[len(chunk) :]
+                    self._note_sent([run for run in chunk if run.id in error.taken], sent)
+                    chunk = [run for run in chunk if run.id not in error.taken]
                     if not error.turned_away:
                         self._broker_away(term, [*chunk, *left], error)
                         return
                     self._suspect(term, chunk, error)
-                    continue
-                self._away, self._turned_down = False, 0
-                chunk, left = chunk[: flushed.tried], left[flushed.tried :]
-                # All that was sent is noted first: to end one of the others is a write to the
-                # database, which may fail us.
-                self._note_sent([run for run in chunk if run.id not in flushed.unsent], sent)
-                for run in chunk:
-                    if run.id in flushed.unsent:
-                        self._not_made(term, run, flushed.unsent[run.id])
+                else:
+                    self._away, self._turned_down = False, 0
+                    left = [run for run in chunk if run.id in flushed.put_off] + left
+                    self._flushed(term, chunk, flushed, sent)
                 if self.elector.clock.now() > until:
                     break
-            self._postpone(term, left)
+            self._postpone_ahead(term, left)
         finally:
             self._mark(term, sent)
+
+    def _flushed(
+        self, term: Term, chunk: Sequence[Run], flushed: Flushed, sent: list[str]
+    ) -> None:
+        """Take note of what was sent, and then deal with what was not.
+
+        In this order: to end a run is a write to the database, which may fail us.
+        """
+        done = [run for run in chunk if run.id not in flushed.put_off]
+        self._note_sent([run for run in done if run.id not in flushed.unsent], sent)
+        for run in done:
+            if run.id in flushed.unsent:
+                self._not_made(term, run, flushed.unsent[run.id])
 
     def _note_sent(self, runs: Sequence[Run], sent: list[str]) -> None:
         for run in runs:
@@ -153,8 +167,13 @@ class Dispatcher:
             self._unmade.pop(run.id, None)
             self._unwanted.discard(run.entry)
 
-    def resend(self, term: Term) -> None:
-        """Try again what waits, if it is time to."""
+    def resend(self, term: Term, over: Callable[[Run], Ending | None]) -> None:
+        """Try again what waits, if it is time to.
+
+        Args:
+            term: Our term.
+            over: Returns why a run is not to be sent any more; None if it is.
+        """
         self._mark(term, [])
         if self.waiting and self.retry_in <= 0:
             now = self.elector.clock.now()
@@ -166,8 +185,24 @@ class Dispatcher:
                     self._postpone(term, [run])
                 else:
                     runs.append(run)
-            self.send(term, runs[:BATCH])
             self._postpone(term, runs[BATCH:])
+            self.send(term, self.end_some(term, runs[:BATCH], over))
+
+    def end_some(
+        self, term: Term, runs: Sequence[Run], over: Callable[[Run], Ending | None]
+    ) -> list[Run]:
+        """End those of *runs* that are not to be sent any more; return the others."""
+        endings: dict[Ending, list[Run]] = defaultdict(list)
+        others = []
+        for run in runs:
+            ending = over(run)
+            if ending is None:
+                others.append(run)
+            else:
+                endings[ending].append(run)
+        for (state, reason), some in endings.items():
+            self.end(term, some, state, reason)
+        return others
 
     def end(self, term: Term, runs: Sequence[Run], state: RunState, reason: str) -> None:
         """End runs for good, and tell the log and, of skipped ones, the signal's receivers.
@@ -180,6 +215,7 @@ class Dispatcher:
         """
         self.ledger.end(term, runs, state, reason)
         for run in runs:
+            self._suspects.pop(run.id, None)
             logger.log(
                 logging.ERROR if state is RunState.FAILED else logging.WARNING,
                 "lease %r: %s of %r, due %s, is %s: %s",
@@ -211,7 +247,6 @@ class Dispatcher:
             self._unwanted.add(run.entry)
             self._suspects[run.id] += 1
             if self._suspects[run.id] >= self._max_attempts:
-                del self._suspects[run.id]
                 self._fail(term, run, str(error))
                 return
         self._wait(term, runs, error)
@@ -271,6 +306,13 @@ class Dispatcher:
         for run in runs:
             claimed = replace(run, epoch=term.epoch, term=term.uuid)
             self.waiting.setdefault(run.entry, []).append(claimed)
+
+    def _postpone_ahead(self, term: Term, runs: Sequence[Run]) -> None:
+        """Have runs that were not tried wait in front of those that were turned away."""
+        behind, self.waiting = self.waiting, {}
+        self._postpone(term, runs)
+        for entry, others in behind.items():
+            self.waiting.setdefault(entry, []).extend(others)
 
     def _mark(self, term: Term, ids: list[str]) -> None:
         ids, self._unmarked = self._unmarked + ids, []

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar
 
 from celery.beat import ScheduleEntry
+from celery.schedules import crontab
 
 from celery_lease.errors import ConfigurationError
 from celery_lease.occurrence import Misfire, MisfirePolicy, storable
@@ -74,6 +75,11 @@ class Wishes:
             # "Skip what is late" needs a "late": a takeover alone must not skip anything.
             grace = settings.ttl + settings.retry_interval
         return Misfire(policy=policy, grace=grace, limit=settings.catch_up_limit)
+
+
+def deadline_of(entry: Any, deadline: float | None) -> float | None:
+    """Return the deadline where it is one for *entry*: Celery has it for crontabs alone."""
+    return deadline if isinstance(entry.schedule, crontab) else None
 
 
 #: Characters that the database keeps of an entry's name.

@@ -86,7 +86,7 @@ def ticket_of_step(stamp: Stamp) -> Ticket:
 
 
 def _attempt(stamp: Stamp) -> str:
-    """Return a uuid of the attempt at a run that this is, or is a consequence of."""
+    """Return a uuid of the run, and of the term under which it was dispatched."""
     epoch, term = stamp.first
     return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{stamp.run} {epoch} {term}"))
 
@@ -116,9 +116,11 @@ def follows(stamp: Stamp, standing: Standing) -> bool:
 
     That run is not dispatched again, so nobody would send this child again. A plain
     task's run is never settled, and never dispatched again either; and a run that is still
-    to be dispatched is never deleted, so one that is not on record is over, too.
+    to be dispatched is never deleted, so one of which nothing is on record is over, too.
     """
-    return standing.fenced is not True or standing.settled_under == stamp.first
+    if standing.settled_under is not None:
+        return standing.settled_under == stamp.first
+    return standing.fenced is not True
 
 
 def mark_refused(fences: FenceStore, ticket: Ticket) -> None:

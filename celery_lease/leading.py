@@ -187,7 +187,7 @@ class LeaseMixin(LeasedSends):
         if self._recovering:
             return 0.0
         if self.dispatcher.busy:
-            self.dispatcher.resend(term)
+            self.dispatcher.resend(term, self.recovery.over)
         # A run that a worker refused is looked for at each renewal.
         wait = min(self.turn(term, *args, **kwargs), self.settings.renew_interval)
         if self._untidy and wait > 0:

@@ -163,9 +163,9 @@ class Misfire:
     #: What sets the limit; None for the grace itself.
     because: str | None = None
 
-    def within(self, deadline: float) -> Misfire:
+    def within(self, deadline: float | None) -> Misfire:
         """Return the same with Celery's deadline, in seconds, where that is the tighter one."""
-        if self.grace is not None and self.grace <= deadline:
+        if deadline is None or (self.grace is not None and self.grace <= deadline):
             return self
         return replace(self, grace=deadline, because=DEADLINE)
 
@@ -173,6 +173,11 @@ class Misfire:
     def wanted(self) -> int:
         """How many of the newest occurrences a decision has to see."""
         return self.limit if self.policy is MisfirePolicy.ALL else 1
+
+    @property
+    def lateness(self) -> str:
+        """Why an occurrence that is too late is not fired, in words."""
+        return self.because or f"more than {self.grace:g} s late"
 
     def too_late(self, due_at: datetime, now: datetime) -> bool:
         """Return whether an occurrence is later than the grace allows."""
@@ -197,7 +202,7 @@ class Misfire:
         older = [each for each in missed.newest if not fire or each < fire[0]]
         late = len(fire) < len(candidates)
         if late or self.policy is MisfirePolicy.SKIP:
-            reason = self.because or f"more than {self.grace:g} s late"
+            reason = self.lateness
         elif self.policy is MisfirePolicy.ALL:
             reason = f"more than {self.limit} missed"
         else:

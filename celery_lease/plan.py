@@ -11,7 +11,7 @@ from celery.beat import ScheduleEntry
 from celery.schedules import crontab, schedule, solar
 
 from celery_lease.due import missed
-from celery_lease.entry import PLAIN, wishes_of
+from celery_lease.entry import PLAIN, deadline_of, wishes_of
 from celery_lease.occurrence import (
     DEADLINE,
     Decision,
@@ -146,7 +146,7 @@ class Planner:
     ) -> Decision | None:
         found = missed(entry.schedule, first, now, misfire.wanted + 1)
         newest = found.newest[-1]
-        deadline = self._deadline if isinstance(entry.schedule, crontab) else None
+        deadline = deadline_of(entry, self._deadline)
         past = deadline is not None and (now - newest).total_seconds() > deadline
         asked = self._may_say_no(entry)
         if deadline is not None and not (asked and past):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
+from amqp.exceptions import FrameSyntaxError
 from kombu import exceptions
 
 from celery_lease.occurrence import storable
@@ -77,9 +78,9 @@ class Unsent(NamedTuple):
 class Flushed(NamedTuple):
     """What became of the runs of a flush, all of whose messages the broker has."""
 
-    #: How many of its runs it came to.
-    tried: int
-    #: Why those of them that have no message have none, by id.
+    #: Ids of those that it did not come to.
+    put_off: frozenset[str]
+    #: Why others that have no message have none, by id.
     unsent: dict[str, Unsent]
 
 
@@ -164,12 +165,16 @@ class Publisher:
     def _is_lasting(self, error: BaseException) -> bool:
         """Return whether the broker turned a message away for what it is, not for now.
 
-        Only AMQP tells the two apart: an unknown exchange, rights that are missing.
+        Only AMQP tells the two apart: an unknown exchange, rights that are missing. What
+        AMQP itself cannot write, a set among the headers say, it calls an error of the
+        connection.
         """
         if self._confirms is None:
             return False
         connection = self._producer.connection
         cause = error.__cause__ if isinstance(error, _UNCERTAIN) else error
+        if isinstance(cause, FrameSyntaxError):
+            return True
         return isinstance(cause, connection.channel_errors) and not isinstance(
             cause, (*connection.connection_errors, *connection.recoverable_channel_errors)
         )

@@ -7,15 +7,14 @@ Each round is bounded, so that a takeover never becomes a storm.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from celery_lease.clock import rising
-from celery_lease.dispatch import BATCH, REMOVED, Dispatcher, fields
-from celery_lease.entry import wishes_of
+from celery_lease.dispatch import BATCH, REMOVED, Dispatcher, Ending, fields
+from celery_lease.entry import deadline_of, wishes_of
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, RunState
 from celery_lease.settings import Settings
@@ -41,6 +40,7 @@ class Recovery:
         find: Returns the entry of a name as it is now; None where there is none.
         is_fenced: Returns whether an entry's task is fenced.
         now: Returns the instant, in UTC.
+        deadline: Celery's ``beat_cron_starting_deadline``, in seconds.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Recovery:
         find: Callable[[str], Any],
         is_fenced: Callable[[Any], bool],
         now: Callable[[], datetime],
+        deadline: float | None,
     ) -> None:
         self._dispatcher = dispatcher
         self._ledger = dispatcher.ledger
@@ -58,6 +59,7 @@ class Recovery:
         self._find = find
         self._is_fenced = is_fenced
         self._now = now
+        self._deadline = deadline
 
     def round(self, term: Term, *, own: bool) -> bool:
         """Do one bounded round: close what is settled, send again what was left.
@@ -143,23 +145,26 @@ class Recovery:
         countdown = (getattr(entry, "options", None) or {}).get("countdown") or 0
         return (now - published_at).total_seconds() - countdown if published_at else 0.0
 
+    def over(self, run: Run) -> Ending | None:
+        """Return why a run that waits to be sent is not to be any more; None if it is."""
+        try:
+            entry = self._find(run.entry)
+        except Exception:  # noqa: BLE001 - a scheduler's own store; met again where it is sent
+            return None
+        return self._ending(run, entry)
+
     def _take_up(self, term: Term, runs: Sequence[Run]) -> None:
         """Decide about runs that were left, claim again those worth it, and send them."""
-        now = self._now()
         ours: list[Run] = []
         again: list[Run] = []
-        endings: dict[tuple[RunState, str], list[Run]] = defaultdict(list)
-        for run in runs:
-            entry = self._find(run.entry)
-            ending = self._ending(run, entry, now)
-            if ending is not None:
-                endings[ending].append(run)
-            elif (run.state, run.epoch, run.term) == (RunState.CLAIMED, term.epoch, term.uuid):
+        found = {run.id: self._find(run.entry) for run in runs}
+        for run in self._dispatcher.end_some(
+            term, runs, lambda run: self._ending(run, found[run.id])
+        ):
+            if (run.state, run.epoch, run.term) == (RunState.CLAIMED, term.epoch, term.uuid):
                 ours.append(run)
             else:
-                again.append(replace(run, fenced=self._is_fenced(entry)))
-        for (state, reason), some in endings.items():
-            self._dispatcher.end(term, some, state, reason)
+                again.append(replace(run, fenced=self._is_fenced(found[run.id])))
         got = self._ledger.reclaim(term, again)
         for run in again:
             if run.id in got:
@@ -168,20 +173,23 @@ class Recovery:
         if ours:
             self._dispatcher.send(term, ours)
 
-    def _ending(self, run: Run, entry: Any, now: datetime) -> tuple[RunState, str] | None:
+    def _ending(self, run: Run, entry: Any) -> Ending | None:
         """Return why a run is not to be sent again; None if it is."""
         if entry is None:
             return RunState.SKIPPED, REMOVED
         wishes = wishes_of(entry)
         misfire = wishes.on_misfire(self._settings)
-        sent = run.published_at is not None or run.state is RunState.REFUSED
-        if sent and run.attempt >= self._settings.max_attempts:
-            return RunState.FAILED, f"gave up after {run.attempt} attempts"
-        # What was sent in time once is late by accident: only a grace that was asked
-        # for ends it, not the one that tells a misfire.
-        asked = wishes.grace if wishes.grace is not None else self._settings.grace
-        if (not sent or asked is not None) and misfire.too_late(run.due_at, now):
-            return RunState.SKIPPED, f"more than {misfire.grace:g} s late"
+        if run.published_at is not None or run.state is RunState.REFUSED:
+            if run.attempt >= self._settings.max_attempts:
+                return RunState.FAILED, f"gave up after {run.attempt} attempts"
+            # What was sent in time once is late by accident: only a grace that was asked
+            # for ends it, not the one that tells a misfire.
+            if wishes.grace is None and self._settings.grace is None:
+                return None
+        else:
+            misfire = misfire.within(deadline_of(entry, self._deadline))
+        if misfire.too_late(run.due_at, self._now()):
+            return RunState.SKIPPED, misfire.lateness
         return None
 
     def _tell_again(self, term: Term, run: Run) -> None:

@@ -16,8 +16,6 @@ from numbers import Real
 from time import monotonic
 from typing import Any
 
-from celery.result import denied_join_result
-
 from celery_lease.agenda import aware
 from celery_lease.dispatch import Dispatcher, fields
 from celery_lease.due import due_at, missed
@@ -44,8 +42,8 @@ class Sending:
 
     run: Run
     term: Term
-    #: Whether it is on its way.
-    tried: bool = False
+    #: Whether it is left to a later flush.
+    put_off: bool = False
     #: Whether Celery gave the message to the producer.
     sent: bool = False
     #: Tells whether the broker is known to have it.
@@ -96,6 +94,7 @@ class LeasedSends(LeaseParts):
             find=self.find,
             is_fenced=self.is_fenced,
             now=self.now,
+            deadline=self.app.conf.beat_cron_starting_deadline,
         )
 
     def now(self) -> datetime:
@@ -232,8 +231,7 @@ class LeasedSends(LeaseParts):
             )
             raise
         return Flushed(
-            # None where flush() was overridden, and did without ours.
-            tried=sum(each.tried for each in sendings) or len(runs),
+            put_off=frozenset(each.run.id for each in sendings if each.put_off),
             unsent={
                 each.run.id: Unsent(reason=said(each.trouble), remedy=self._remedy(each.trouble))
                 for each in sendings
@@ -257,17 +255,34 @@ class LeasedSends(LeaseParts):
             Undelivered: The broker may have all of them, some, or none.
         """
         until = monotonic() + MAKING
-        # Celery's backends listen for the result of each message that is sent; nobody reads
-        # it here, and a result store that is away would hold up each of them for long.
-        with denied_join_result(), self.publisher.flush() as producer:
-            for each in sendings:
+        with self._unheard(), self.publisher.flush() as producer:
+            for place, each in enumerate(sendings, 1):
                 self._send(each, producer)
                 if monotonic() > until:
+                    for late in sendings[place:]:
+                        late.put_off = True
                     break
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """Keep the result backend from listening for the result of each message.
+
+        Nobody reads results here, and a store that is away would hold up each of them for long.
+        """
+        try:
+            backend: Any = self.app.backend
+        except Exception:  # noqa: BLE001 - whatever it is, each message meets it as well
+            yield
+            return
+        backend.on_task_call = lambda *_: {}
+        try:
+            yield
+        finally:
+            del backend.on_task_call
 
     def _send(self, sending: Sending, producer: Any) -> None:
         """Send one run. An error that is not the broker's is this run's alone."""
-        self._sending, sending.tried = sending, True
+        self._sending = sending
         try:
             self._apply(sending.run, producer)
         except Exception as error:  # noqa: BLE001 - whatever a hook raises

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -82,8 +81,6 @@ _running: ContextVar[_Body | None] = ContextVar("celery_lease_fence", default=No
 #: The marks of all fenced bodies that run in this process.
 _bodies: set[int] = set()
 
-#: The mark of what goes before a body, and has no fence itself: no request has it.
-_HOOK = -1
 #: What was admitted before its body was called.
 _admitted: WeakKeyDictionary[Any, TaskFence] = WeakKeyDictionary()
 
@@ -580,37 +577,36 @@ def _fence_here() -> TaskFence | None:
     return body.fence if request is None or _mark_of(request) == body.mark else None
 
 
-def _fenced_call(own: Callable[..., Any]) -> Callable[..., Any]:
+def _fenced_call(own: Callable[[FencedTask], Callable[..., Any]]) -> Callable[..., Any]:
     """Put a ``__call__`` of the user's own behind the fence: it may catch, skip and retry."""
 
-    @wraps(own)
     def __call__(self: FencedTask, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
         request = self.request
+        if request.called_directly and self.require_epoch and _fence_here() is None:
+            self._unfenced()
         if request.called_directly or _is_running(request):
-            return own(self, *args, **kwargs)
-        return self._run_fenced(partial(own, self), args, kwargs)
+            return own(self)(*args, **kwargs)
+        return self._run_fenced(own(self), args, kwargs)
 
     return __call__
 
 
-def _fenced_hook(own: Callable[..., Any]) -> Callable[..., Any]:
+def _fenced_hook(own: Callable[[FencedTask], Callable[..., Any]]) -> Callable[..., Any]:
     """Admit ahead of a ``before_start`` of the user's own, and settle where it ends the task."""
 
-    @wraps(own)
     def before_start(self: FencedTask, *args: Any, **kwargs: Any) -> Any:
         request = self.request
         stamp = self._stamp_of_message(request)
         if stamp is None or request in _admitted:
-            return own(self, *args, **kwargs)
+            return own(self)(*args, **kwargs)
         fence = _admitted[request] = self._admit(request, stamp)
-        token = _running.set(_Body(fence, _HOOK))
-        try:
-            return own(self, *args, **kwargs)
-        except Exception as error:
-            self._ended(fence, request, stamp, error)
-            raise
-        finally:
-            _running.reset(token)
+        # No request has such a mark: it is not the body, and self.fence is not there.
+        with _behind(_Body(fence, -id(request))):
+            try:
+                return own(self)(*args, **kwargs)
+            except Exception as error:
+                self._ended(fence, request, stamp, error)
+                raise
 
     return before_start
 

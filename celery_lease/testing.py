@@ -121,16 +121,12 @@ class HeldLease:
         return self._scalar(sa.select(run_table.c.state).where(run_table.c.id == run_id))
 
     def outcome(self, task_id: str) -> str | None:
-        """Return how a task was settled; None while it is not."""
-        return self._scalar(
-            sa.select(commit_table.c.outcome).where(commit_table.c.task_id == task_id)
-        )
+        """Return how a task was settled, last where its id repeats; None while it is not."""
+        return self._scalar(_last(commit_table.c.outcome, task_id))
 
     def epoch_of(self, task_id: str) -> int | None:
         """Return the epoch that a task was settled under; None while it is not."""
-        epoch = self._scalar(
-            sa.select(commit_table.c.epoch).where(commit_table.c.task_id == task_id)
-        )
+        epoch = self._scalar(_last(commit_table.c.epoch, task_id))
         return None if epoch is None else int(epoch)
 
     def close(self) -> None:
@@ -142,6 +138,11 @@ class HeldLease:
         with self._store.engine.connect() as connection:
             value = connection.execution_options(isolation_level="AUTOCOMMIT").scalar(query)
         return None if value is None else str(value)
+
+
+def _last(column: sa.Column[Any], task_id: str) -> sa.Select[Any]:
+    query = sa.select(column).where(commit_table.c.task_id == task_id)
+    return query.order_by(commit_table.c.epoch.desc(), commit_table.c.at.desc()).limit(1)
 
 
 def hold(url: str, name: str = "celery") -> HeldLease:

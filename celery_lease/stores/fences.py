@@ -58,7 +58,7 @@ class Ticket:
     run: str
     #: Uuid of this one execution: a redelivered message has another.
     execution: str
-    #: Of a child, a uuid of the attempt that it is a consequence of: its id may repeat.
+    #: Of a child, a uuid of its run and the term of that: its id may repeat.
     origin: str = ""
 
     def values(self, outcome: Outcome) -> dict[str, Any]:

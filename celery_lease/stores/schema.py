@@ -173,9 +173,9 @@ run_table = sa.Table(
 
 #: The workers' side: the one final outcome of an occurrence or a child task.
 #:
-#: ``origin`` is empty for a run. For a child it tells of which attempt at which run it is
-#: one: ids of children repeat, where a body sends a canvas that was made once and for all,
-#: or gives an id of its own.
+#: ``origin`` is empty for a run. For a child it tells of which run it is one, dispatched under
+#: which term: ids of children repeat, where a body sends a canvas that was made once and for
+#: all, or gives an id of its own.
 commit_table = sa.Table(
     "celery_lease_commit",
     metadata,

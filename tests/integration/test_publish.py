@@ -216,6 +216,21 @@ def test_a_channel_closed_in_a_flush_means_that_a_message_is_to_blame(rabbitmq_u
 
 
 @pytest.mark.rabbitmq
+def test_a_message_that_amqp_cannot_write_is_to_blame_itself(rabbitmq_url):
+    """amqp calls it an error of the connection: taken for that, nothing would go out any more."""
+    app, broker = publisher(rabbitmq_url)
+
+    with pytest.raises(Undelivered) as told, broker.flush() as producer:
+        send(producer, "bad", headers={"tags": {1, 2}})
+
+    assert (told.value.turned_away, told.value.lasting) == (True, True)
+    with broker.flush() as producer:
+        send(producer, "good")
+    assert received(app) == ["good"]
+    broker.close()
+
+
+@pytest.mark.rabbitmq
 def test_a_refused_message_is_not_taken_for_delivered(rabbitmq_url):
     """A full queue nacks: without the confirm the occurrence would be lost for good."""
     _, broker = publisher(rabbitmq_url)

@@ -12,6 +12,7 @@ import kombu
 import pytest
 import sqlalchemy as sa
 from celery.beat import BeatLazyFunc, EmbeddedService, ScheduleEntry, Scheduler, Service
+from celery.result import assert_will_not_block
 from celery.schedules import crontab
 
 from celery_lease import leading, recovery
@@ -601,6 +602,59 @@ def test_messages_that_take_long_to_make_are_sent_in_smaller_helpings(cluster, m
     assert first == (150 if limit == "sending.MAKING" else 1)
     assert len(cluster.sent()) == 150
     assert {state for (state,) in cluster.runs("state")} == {"published"}
+
+
+def test_a_flush_that_is_cut_short_knows_what_it_left(cluster, monkeypatch):
+    """Whatever order an override of ``flush`` gives them."""
+    monkeypatch.setattr("celery_lease.sending.MAKING", -1.0)
+
+    class Backwards(Beat):
+        def flush(self, sendings):
+            super().flush(list(reversed(sendings)))
+
+    cluster.beat({e: {"schedule": 60.0} for e in "abcd"}, cls=Backwards).at(seconds=61).go()
+
+    assert sorted(entry for entry, _, _ in cluster.sent()) == list("abcd")
+
+
+def test_what_is_turned_away_alone_does_not_keep_the_loop_away_either(cluster, monkeypatch):
+    """Each one costs a connection: a turn ends in time, and the others wait for the next."""
+    monkeypatch.setattr("celery_lease.dispatch.SENDING", -1.0)
+    beat = cluster.beat({e: {"schedule": 60.0} for e in "abcd"}).go()
+    flushes = []
+
+    def full(runs):
+        flushes.append([run.entry for run in runs])
+        raise Undelivered("the queue is full", turned_away=True)
+
+    beat.before_flush = full
+    beat.at(seconds=61).tick()
+    for _ in range(3):
+        beat.dispatcher._retry_at = 0.0
+        beat.at(seconds=62).tick()
+
+    assert flushes == [["a", "b", "c", "d"], ["a"], ["b"], ["c"]]
+
+
+def test_what_waited_for_the_broker_for_longer_than_its_grace_is_not_sent(cluster):
+    """Under the leader that claimed it, as under the next."""
+    beat = cluster.beat({"entry": {"schedule": 3600.0, "grace": 60}}).go()
+    beat.before_flush = no_broker
+    beat.at(hours=1, seconds=1).tick()
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.at(hours=1, minutes=30).go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("state", "reason") == [("skipped", "more than 60 s late")]
+
+
+def test_a_lazy_argument_may_wait_for_a_result(cluster):
+    """As with stock beat, which does not say whether it is wise."""
+    lazy = {"schedule": 60.0, "args": [BeatLazyFunc(assert_will_not_block)]}
+    cluster.beat({"lazy": lazy}).at(seconds=61).go()
+
+    assert [entry for entry, _, _ in cluster.sent()] == ["lazy"]
 
 
 def test_a_result_store_that_is_away_holds_up_nothing(cluster):

@@ -12,7 +12,7 @@ from celery.beat import ScheduleEntry
 
 from celery_lease import plan, scheduler
 from celery_lease.stores.schema import entry_table, run_table
-from tests.integration.beats import START, Beat, Cluster
+from tests.integration.beats import START, Beat, Cluster, no_broker
 
 
 @pytest.fixture
@@ -119,6 +119,26 @@ def test_celerys_own_deadline_is_a_recorded_skip(cluster):
     hourly = {"entry": {"schedule": schedules.crontab(minute=0)}}
     beat = cluster.beat(hourly, beat_cron_starting_deadline=60)
 
+    beat.at(hours=1, minutes=10).go()
+
+    assert cluster.messages() == []
+    assert cluster.runs("due", "state", "reason") == [
+        (60, "skipped", "beat_cron_starting_deadline")
+    ]
+
+
+@pytest.mark.parametrize("who", ["the same leader", "the next leader"])
+def test_a_deadline_is_one_for_what_was_claimed_and_not_sent_as_well(cluster, who):
+    """Celery's word for it is "starting": the claim starts nothing yet."""
+    hourly = {"entry": {"schedule": schedules.crontab(minute=0)}}
+    beat = cluster.beat(hourly, beat_cron_starting_deadline=60)
+    beat.before_flush = no_broker
+    beat.at(hours=1, seconds=1).go()
+    if who == "the next leader":
+        cluster.depose()
+        beat = cluster.beat(hourly, beat_cron_starting_deadline=60)
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
     beat.at(hours=1, minutes=10).go()
 
     assert cluster.messages() == []

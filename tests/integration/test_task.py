@@ -933,6 +933,25 @@ def test_a_call_method_of_ones_own_is_behind_the_fence_as_a_whole(
     assert followed is (state == "SUCCESS")
 
 
+def test_a_call_method_of_ones_own_is_no_way_past_the_need_of_an_epoch(
+    workshop: Workshop,
+) -> None:
+    """Called like a function there is no message that could have one."""
+
+    class Timed(FencedTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+    @workshop.plain(base=Timed, bind=True, name="write", require_epoch=True, lazy=False)
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the body ran")
+
+    with pytest.raises(MissingEpoch):
+        write()
+
+
 def test_a_call_method_of_ones_own_may_retry(workshop: Workshop) -> None:
     """What the body raised is not on record before the whole of it is over."""
 
@@ -1279,6 +1298,27 @@ def test_what_ends_a_task_ahead_of_its_body_is_settled_too(
         assert workshop.lease.outcome(result.id) == expected
     sent = [name for name, _, _ in workshop.published]
     assert ("instead" in sent) is (how == "replaces" and not stale)
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+@pytest.mark.parametrize("stamped", [False, True])
+def test_a_hook_may_be_static(workshop: Workshop, kind: Any, stamped: bool) -> None:
+    """Celery calls whatever the task has under that name."""
+    seen: list[Any] = []
+
+    def listen(*args: Any) -> None:
+        seen.append(args[-3:])
+
+    listening = type("Listening", (FencedTask,), {"abstract": True, "before_start": kind(listen)})
+
+    @workshop.plain(name="write", base=listening, bind=True)
+    def write(self: FencedTask) -> None:
+        pass
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write) if stamped else write.delay()
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert seen == [(result.id, [], {})]
 
 
 def test_a_message_is_admitted_once_though_something_goes_before_its_body(

@@ -719,6 +719,29 @@ def test_a_consequence_outlives_the_record_of_its_run(workshop: Workshop) -> Non
     assert workshop.notes() == [("child", 2)]
 
 
+def test_a_child_of_an_attempt_that_never_counted_is_refused_without_its_run_too(
+    workshop: Workshop,
+) -> None:
+    """Another attempt settled it: the outcome says so for as long as it is kept."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "of the first attempt")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        pass
+
+    again = workshop.lease.depose()
+    with workshop.worker():
+        parent.apply_async(**again.options("the-run"))
+        assert workshop.wait("the-run") == "SUCCESS"
+        child.apply_async(**{**workshop.lease.options("the-run"), "task_id": "the-child"})
+        assert workshop.wait("the-child") == "IGNORED"
+    assert workshop.result_state("the-child") == "FAILURE"
+    assert workshop.notes() == []
+
+
 def test_the_poller_of_a_chord_has_no_fence_where_every_task_has_one(workshop: Workshop) -> None:
     """Refused, it would leave the chord's body without an end."""
     workshop.app.Task = FencedTask
@@ -780,6 +803,25 @@ def test_what_a_task_sends_under_an_old_id_is_done_at_each_occurrence(
     assert workshop.notes().count(("first", 1)) == expected
     assert workshop.notes().count(("second", 1)) == 2
     assert workshop.refusals == []
+
+
+def test_what_became_of_an_id_that_repeats_is_told_of_its_last(workshop: Workshop) -> None:
+    """In people's tests, who know of one."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask, fails: bool) -> None:
+        if fails:
+            raise ValueError("the first time")
+
+    with workshop.worker():
+        for fails in (True, False):
+            for each in range(3):  # the rows are in the order of a hash
+                options = {**workshop.lease.options(f"run-{each}"), "task_id": f"child-{each}"}
+                child.apply_async((fails,), **options)
+                workshop.wait(f"child-{each}", times=1 if fails else 2)
+            workshop.lease = workshop.lease.depose()
+    assert [workshop.lease.outcome(f"child-{each}") for each in range(3)] == ["committed"] * 3
+    assert [workshop.lease.epoch_of(f"child-{each}") for each in range(3)] == [2] * 3
 
 
 def test_a_childs_id_may_be_another_leases_too(workshop: Workshop) -> None:

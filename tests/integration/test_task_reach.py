@@ -231,6 +231,25 @@ def test_a_thread_is_given_its_fence_by_the_body(
     assert workshop.notes() == []
 
 
+def test_a_thread_of_a_hook_writes_nothing_unguarded(workshop: Workshop) -> None:
+    """It is not the body either, and cannot tell that there is a stamp."""
+
+    class Listening(FencedTask):
+        abstract = True
+
+        def before_start(self, *args: Any) -> None:
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(workshop.write, self, "unguarded").result()
+
+    @workshop.plain(name="work", base=Listening, bind=True)
+    def work(self: FencedTask) -> None:
+        raise AssertionError("the body ran")
+
+    with workshop.worker():
+        assert workshop.wait(send(workshop, work)) == "FAILURE"
+    assert workshop.notes() == []
+
+
 def test_a_thread_of_asyncio_has_the_fence(workshop: Workshop) -> None:
     """``asyncio.to_thread`` copies the context."""
 
