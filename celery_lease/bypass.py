@@ -15,7 +15,7 @@ from weakref import WeakSet
 from celery import Celery, Task, signals
 
 from celery_lease.errors import ConfigurationError
-from celery_lease.execution import actual
+from celery_lease.execution import actual, fence_store
 
 __all__ = ["refuse_bypass"]
 
@@ -97,12 +97,13 @@ def stay_plain(cls: type[Any], base: type[Any]) -> None:
 
 
 def _on_start(sender: Any = None, **_: Any) -> None:
-    """End a worker whose settings were changed after its tasks were bound."""
+    """End a worker that would take in messages only to fail over its own settings."""
     app = getattr(sender, "app", None)
     if app is None or app not in _apps:
         return
     try:
         _refuse_settings(app)
+        fence_store(app).prepare()
     except ConfigurationError as error:
         logger.critical("worker cannot start: %s", error, extra={"action": "worker-cannot-start"})
         # Any other exception of a receiver is logged, and the worker goes on.

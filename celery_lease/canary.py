@@ -19,12 +19,12 @@ from typing import Any
 from celery_lease.errors import (
     CeleryLeaseError,
     NotWritable,
-    SchemaMismatch,
     StoreContention,
     StoreError,
 )
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.stores.base import Raised, Renewal
+from celery_lease.stores.dialects import file_of
 from celery_lease.stores.leases import SCRATCH
 from celery_lease.stores.probe import Probe
 
@@ -95,13 +95,14 @@ def run(url: str, options: Mapping[str, Any], *, rounds: int, create: bool) -> l
 
     Raises:
         ConfigurationError: The URL or the options cannot be used.
+        SchemaMismatch: The tables are missing, or of another version.
         StoreUnavailable: The database cannot be reached.
     """
     ours, theirs = Probe(url, options), Probe(url, options)
     try:
         try:
             ours.prepare(create=create)
-        except (NotWritable, SchemaMismatch) as error:
+        except NotWritable as error:
             return [Finding(check=_WRITABLE, status=Status.FAILED, detail=str(error))]
         return Canary(ours, theirs, rounds).run()
     finally:
@@ -167,7 +168,15 @@ class Canary:
 
     def _writable(self) -> str:
         self.ours.ensure(self.name)
-        return self.ours.shown
+        file = file_of(self.ours.engine.url)
+        if file is None:
+            return self.ours.shown
+        if not file.is_absolute():
+            raise _Warning(
+                f"{file.absolute()}: it is not named in full, so a beat or a worker that is "
+                f"started in another directory has another one"
+            )
+        return f"{self.ours.shown}, of this host only"
 
     def _durable(self) -> str:
         found = self.ours.weaknesses()

@@ -23,8 +23,9 @@ from celery_lease.errors import CeleryLeaseError, ConfigurationError, StoreUnava
 from celery_lease.lease import MAX_EPOCH, Holder, Lease, TermRecord
 from celery_lease.settings import Settings, positive_duration
 from celery_lease.stores import ddl
-from celery_lease.stores.dialects import is_certainly_wrong, masked
+from celery_lease.stores.dialects import file_of, is_certainly_wrong, masked
 from celery_lease.stores.leases import SQLLeaseStore
+from celery_lease.stores.ledger import SQLLedger
 from celery_lease.transition import Action, Transition
 
 __all__ = ["lease"]
@@ -92,24 +93,27 @@ def _settings(**given: Any) -> Settings:
 def _store(settings: Settings, *, statement_wait: float = 10.0) -> Iterator[SQLLeaseStore]:
     store = SQLLeaseStore(settings.url, settings.engine_options, statement_wait=statement_wait)
     try:
-        with _one_line(store.shown):
+        with _one_line(settings.url):
             yield store
     finally:
         store.dispose()
 
 
 @contextmanager
-def _one_line(shown: str) -> Iterator[None]:
+def _one_line(url: str) -> Iterator[None]:
     """Name the setting where a database cannot be reached."""
+    shown = masked(url)
     try:
         yield
     except StoreUnavailable as error:
         said = f"beat_lease_url = {shown!r}: {error}"
-        if is_certainly_wrong(error):
+        if is_certainly_wrong(error, url):
+            what = "user, password or database" if file_of(url) is None else "directory"
             raise ConfigurationError(
-                f"{said}; correct its user, password or database", setting="beat_lease_url"
+                f"{said}; correct its {what}", setting="beat_lease_url"
             ) from None
-        raise StoreUnavailable(f"{said}; is the database up?") from None
+        up = "is the database up" if file_of(url) is None else "may this user open it"
+        raise StoreUnavailable(f"{said}; {up}?") from None
 
 
 # --- looking ------------------------------------------------------------------------------
@@ -123,20 +127,29 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
 
     With --name, exit status 1 says that nobody leads, or that there is no such lease.
     """
-    with _store(_settings(url=url), statement_wait=_PATIENCE) as store:
-        store.prepare(create=False)
+    settings = _settings(url=url)
+    with _store(settings, statement_wait=_PATIENCE) as store:
+        store.prepare(create=False, write=False)
         found = list(store.list()) if name is None else [store.read(name)]
         known = [each for each in found if each is not None]
         fences = {each.name: store.read_fence(each.name) for each in known}
+        ledger = SQLLedger(store.engine, idle=settings.guard_idle)
+        pending = {each.name: ledger.pending(each.name) for each in known}
     if as_json:
         shown = []
         for each in known:
-            fence = fences[each.name]
-            shown.append({**_plain(each), "held": each.held, "fence": fence and fence.epoch})
+            fence, (count, since) = fences[each.name], pending[each.name]
+            more = {"held": each.held, "fence": fence and fence.epoch}
+            shown.append({**_plain(each), **more, "unsettled": count, "unsettled_since": since})
         _print_json({"url": store.shown, "leases": shown})
     else:
         for each in known:
             click.echo(_sentence(each))
+            count, since = pending[each.name]
+            if count:
+                click.echo(
+                    f"  {count} fenced runs not settled, the oldest since {_instant(since)}"
+                )
         if not known:
             click.echo("there is no lease" if name is None else f"there is no lease {name!r}")
     if name is not None and not any(each.held for each in known):
@@ -151,10 +164,12 @@ def history(url: str | None, name: str | None, limit: int, as_json: bool) -> Non
     """Show the newest terms: who led when, under which epoch, and how it ended."""
     settings = _settings(url=url, name=name)
     with _store(settings, statement_wait=_PATIENCE) as store:
-        store.prepare(create=False)
+        store.prepare(create=False, write=False)
         terms = store.history(settings.name, limit)
     if as_json:
-        _print_json({"name": settings.name, "terms": [_plain(each) for each in terms]})
+        _print_json(
+            {"url": store.shown, "name": settings.name, "terms": [_plain(each) for each in terms]}
+        )
         return
     for each in terms:
         click.echo(_line(each))
@@ -312,11 +327,12 @@ def init(
 def check(url: str | None, rounds: int, as_json: bool) -> None:
     """Race two clients on your own database, and see whether it keeps the promises.
 
-    It works on a lease of its own and removes what it made. Exit status 1: nobody
-    should schedule on this database.
+    It works on a lease of its own and removes its rows. Tables that are missing are made
+    first, unless beat_lease_auto_init is off, and stay. Exit status 1: nobody should
+    schedule on this database.
     """
     settings = _settings(url=url)
-    with _one_line(masked(settings.url)):
+    with _one_line(settings.url):
         findings = canary.run(
             settings.url, settings.engine_options, rounds=rounds, create=settings.auto_init
         )

@@ -27,7 +27,7 @@ from celery_lease.errors import (
 from celery_lease.lease import Holder, Term
 from celery_lease.parts import logger
 from celery_lease.sending import LeasedSends
-from celery_lease.stores.dialects import is_certainly_wrong, masked
+from celery_lease.stores.dialects import file_of, is_certainly_wrong, masked
 from celery_lease.stores.retention import PRUNE, prune
 
 __all__ = ["LeaseMixin"]
@@ -73,13 +73,27 @@ class LeaseMixin(LeasedSends):
             SystemExit: With one line in the log that names the setting and the way out.
         """
         try:
+            self._warn_of_file()
             self._prepare()
         except (StoreUnavailable, StoreContention) as error:
-            if is_certainly_wrong(error):
+            if is_certainly_wrong(error, self.settings.url):
                 self._refuse(error)
             self._complain(error)
         except CeleryLeaseError as error:
             self._refuse(error)
+
+    def _warn_of_file(self) -> None:
+        """Say which file it is that was not named in full: each directory has its own."""
+        file = file_of(self.settings.url)
+        if file is not None and not file.is_absolute():
+            logger.warning(
+                "beat_lease_url names the file %s, in the directory in which this beat was "
+                "started: a beat of another directory or host has another lease, and sends "
+                "everything as well; name one database for all beats and workers, or this file "
+                "in full",
+                file.absolute(),
+                extra={"action": "lease-in-a-relative-file"},
+            )
 
     def _prepare(self) -> None:
         self.store.prepare(create=self.settings.auto_init)
@@ -92,9 +106,10 @@ class LeaseMixin(LeasedSends):
         self._complaint = str(error)
         logger.log(
             level,
-            "lease %r: the lease database does not answer (%s); standing by until it does, "
+            "lease %r: the lease database does not answer (%s: %s); standing by until it does, "
             "trying about every %g s",
             self.settings.name,
+            masked(self.settings.url),
             error,
             self.settings.retry_interval,
             extra={"action": "lease-unavailable", "lease_name": self.settings.name},
@@ -116,7 +131,8 @@ class LeaseMixin(LeasedSends):
             settings = self.settings
         except ConfigurationError as error:
             return f"    . lease -> {error}"
-        note = " (this host only)" if settings.url.startswith("sqlite") else ""
+        file = file_of(settings.url)
+        note = "" if file is None else f" ({file.absolute()}, of this host only)"
         holder = Holder.current()
         durations = f"ttl {settings.ttl:g}s, retry {settings.retry_interval:g}s"
         lines = [

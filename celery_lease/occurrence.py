@@ -10,6 +10,7 @@ from typing import Literal
 
 __all__ = [
     "DEADLINE",
+    "NEWER",
     "Decision",
     "Misfire",
     "MisfirePolicy",
@@ -27,6 +28,8 @@ __all__ = [
 _NAMESPACE = uuid.UUID("5a8e1c0e-6f0b-5d7c-9c55-0d5f3b1f4a9e")
 #: Celery's setting: crontabs that are later than so many seconds are not fired.
 DEADLINE = "beat_cron_starting_deadline"
+#: Why the older ones are not fired where one makes up for all that were missed.
+NEWER = "a newer one was due"
 
 
 class MisfirePolicy(str, Enum):
@@ -206,7 +209,7 @@ class Misfire:
         elif self.policy is MisfirePolicy.ALL:
             reason = f"more than {self.limit} missed"
         else:
-            reason = "a newer one was due"
+            reason = NEWER
         return Skipped(
             first=missed.first,
             # Only the end of a long series is listed; where nothing of it is, its

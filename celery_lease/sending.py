@@ -7,6 +7,7 @@ run's id and the stamp.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from celery_lease.due import due_at, missed
 from celery_lease.entry import PLAIN
 from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
-from celery_lease.occurrence import Occurrence, Run, Skipped, run_id
+from celery_lease.occurrence import NEWER, Occurrence, Run, Skipped, run_id
 from celery_lease.parts import LeaseParts, logger
 from celery_lease.publish import Flushed, Publisher, Remedy, Undelivered, Unsent, said
 from celery_lease.recovery import Recovery
@@ -354,13 +355,17 @@ def tell_known(term: Term, run: Run) -> None:
 
 def tell_skipped(term: Term, name: str, skipped: Skipped) -> None:
     """Tell the log and the signal's receivers that occurrences were recorded as skipped."""
-    logger.warning(
-        "lease %r: %s of %r skipped, due %s to %s: %s",
+    due = skipped.first.isoformat()
+    if skipped.last != skipped.first:
+        due += f" to {skipped.last.isoformat()}"
+    # That one makes up for what was missed is the rule, at each takeover.
+    logger.log(
+        logging.INFO if skipped.reason == NEWER else logging.WARNING,
+        "lease %r: %s of %r skipped, due %s: %s",
         term.name,
         "some" if skipped.count is None else skipped.count,
         name,
-        skipped.first.isoformat(),
-        skipped.last.isoformat(),
+        due,
         skipped.reason,
         extra={
             "action": "run-skipped",

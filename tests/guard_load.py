@@ -186,6 +186,7 @@ def _values(task: str, epoch: int, term: str) -> dict[str, Any]:
         "epoch": epoch,
         "term": term,
         "execution": task,
+        "origin": "",
         "outcome": "committed",
     }
 

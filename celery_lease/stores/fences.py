@@ -29,13 +29,7 @@ from celery_lease.stores.dialects import (
     masked,
     translated_own,
 )
-from celery_lease.stores.schema import (
-    commit_table,
-    fence_table,
-    lease_table,
-    of_run,
-    run_table,
-)
+from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
 
 __all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "passes", "refusal"]
 
@@ -96,11 +90,11 @@ class Standing:
     settled_under: tuple[int, str] | None
 
 
-def _of_lease(table: sa.FromClause, condition: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+def _of_lease(table: sa.FromClause, *conditions: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
     # The call keeps a planner without statistics from taking the index that the lease is
     # first in, and reading all rows of it; the primary key is the one way left.
     name = sa.func.coalesce(table.c.lease, sa.literal_column("''"))
-    return sa.and_(condition, name == fence_table.c.name)
+    return sa.and_(*conditions, name == fence_table.c.name)
 
 
 _own = commit_table.alias("own")
@@ -126,14 +120,14 @@ _LOOK = (
         _own,
         _of_lease(
             _own,
-            sa.and_(
-                _own.c.task_id == sa.bindparam("task_id"),
-                _own.c.origin == sa.bindparam("origin"),
-            ),
+            _own.c.task_id == sa.bindparam("task_id"),
+            _own.c.origin == sa.bindparam("origin"),
         ),
     )
     .outerjoin(run_table, _of_lease(run_table, run_table.c.id == sa.bindparam("run")))
-    .outerjoin(_runs, _of_lease(_runs, of_run(_runs, sa.bindparam("run"))))
+    .outerjoin(
+        _runs, _of_lease(_runs, _runs.c.task_id == sa.bindparam("run"), _runs.c.origin == "")
+    )
     .where(fence_table.c.name == sa.bindparam("lease"))
 )
 
@@ -149,7 +143,7 @@ _REFUSE = (
             run_table.c.state == RunState.CLAIMED.value,
             run_table.c.state == RunState.PUBLISHED.value,
         ),
-        ~sa.exists().where(of_run(commit_table, run_table.c.id)),
+        ~sa.exists().where(commit_table.c.task_id == run_table.c.id),
     )
     .values(state=RunState.REFUSED.value, open=True)
 )
@@ -311,6 +305,14 @@ class FenceStore:
         """Return the store that these settings name. Nothing is connected yet."""
         return cls(settings.url, settings.engine_options, idle=settings.guard_idle)
 
+    def prepare(self) -> None:
+        """Make this process's engine. Nothing is connected.
+
+        Raises:
+            ConfigurationError: The URL, its driver or the options cannot be used.
+        """
+        self._engines[os.getpid()] = self.engine
+
     @property
     def engine(self) -> sa.Engine:
         """This process's engine."""
@@ -351,8 +353,8 @@ class FenceStore:
 
         try:
             return _twice(read)
-        except SchemaMismatch as error:
-            raise missing_fence(ticket.lease, self.shown) from error
+        except SchemaMismatch:
+            raise missing_fence(ticket.lease, self.shown) from None
 
     def settle(self, ticket: Ticket, outcome: Outcome) -> str:
         """Record the one outcome of the ticket's task, if it is current.
@@ -381,8 +383,8 @@ class FenceStore:
                 return outcome
         except sa.exc.IntegrityError:
             pass  # A row is there: whose, is read below.
-        except SchemaMismatch as error:
-            raise missing_fence(ticket.lease, self.shown) from error
+        except SchemaMismatch:
+            raise missing_fence(ticket.lease, self.shown) from None
         standing = self.look(ticket)
         refused = refusal(ticket, standing)
         if refused is not None:

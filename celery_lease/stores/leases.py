@@ -12,7 +12,7 @@ from celery_lease.errors import NotWritable, SchemaMismatch, StoreUnavailable
 from celery_lease.lease import Fence, Holder, Lease, Term
 from celery_lease.settings import Settings
 from celery_lease.stores.base import Raised, Renewal
-from celery_lease.stores.dialects import from_now, utcnow
+from celery_lease.stores.dialects import file_of, from_now, utcnow
 from celery_lease.stores.repair import Repair
 from celery_lease.stores.rows import SEEN, end, is_term, seen
 from celery_lease.stores.schema import (
@@ -47,17 +47,24 @@ class SQLLeaseStore(Repair):
 
     # --- schema -------------------------------------------------------------------------
 
-    def prepare(self, *, create: bool) -> None:
-        """Check the tables, making them first where they are missing and *create* is true."""
-        found = self._retried(self._version)
+    def prepare(self, *, create: bool, write: bool = True) -> None:
+        """Check the tables, making them first where they are missing and *create* is true.
+
+        Args:
+            create: Whether to make missing tables.
+            write: Whether this is for more than to read.
+        """
+        file = file_of(self.engine.url)
+        # SQLite would make the file, for a mere look and for a typing error.
+        absent = file is not None and not create and not file.exists()
+        found = None if absent else self._retried(self._version)
         if found is None and create:
             self._retried(self._create)
             found = self._retried(self._version)
         if found != SCHEMA_VERSION:
-            raise SchemaMismatch(
-                self._mismatch(found, create), found=found, expected=SCHEMA_VERSION
-            )
-        self._retried(self._check_writable)
+            raise SchemaMismatch(self._mismatch(found), found=found, expected=SCHEMA_VERSION)
+        if write:
+            self._retried(self._check_writable)
 
     def _version(self) -> int | None:
         try:
@@ -87,10 +94,12 @@ class SQLLeaseStore(Repair):
         if reason is not None:
             raise NotWritable(f"{self.shown}: {reason}; point beat_lease_url at the primary")
 
-    def _mismatch(self, found: int | None, create: bool) -> str:
+    def _mismatch(self, found: int | None) -> str:
         if found is None:
-            way_out = "" if create else ", or set beat_lease_auto_init = True"
-            return f"the tables are missing in {self.shown}; run 'celery lease init'{way_out}"
+            return (
+                f"the tables are missing in {self.shown}; run 'celery lease init', or start a "
+                f"beat, which makes them where beat_lease_auto_init = True"
+            )
         return (
             f"the tables in {self.shown} are of version {found}, this package works with version "
             f"{SCHEMA_VERSION}; run the same version of celery-lease everywhere"

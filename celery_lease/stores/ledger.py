@@ -20,7 +20,7 @@ from celery_lease.occurrence import Run, RunState, Skipped, run_id
 from celery_lease.stores.dialects import Database, database_of, from_now, translated, utcnow
 from celery_lease.stores.entries import EntryState, store
 from celery_lease.stores.guarded import guarded
-from celery_lease.stores.schema import commit_table, of_run, run_table
+from celery_lease.stores.schema import UTCDateTime, commit_table, run_table
 
 __all__ = ["SQLLedger"]
 
@@ -230,8 +230,7 @@ class SQLLedger:
         """Take settled runs out of what recovery looks at; return how many."""
         settled = (
             sa.select(run_table.c.id)
-            .select_from(run_table)
-            .join(commit_table, of_run(commit_table, run_table.c.id))
+            .join(commit_table, commit_table.c.task_id == run_table.c.id)
             .where(run_table.c.lease == term.name, run_table.c.open == sa.true())
             .limit(limit)
         )
@@ -258,6 +257,23 @@ class SQLLedger:
                     known = since.get(row.entry)
                     since[row.entry] = min(known, row.claimed_at) if known else row.claimed_at
         return since
+
+    def pending(self, lease: str) -> tuple[int, datetime | None]:
+        """Return how many fenced runs are not settled, and since when the oldest one is not."""
+        query = (
+            sa.select(sa.func.count(), sa.func.min(run_table.c.claimed_at, type_=UTCDateTime()))
+            .select_from(run_table)
+            .outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
+            .where(
+                run_table.c.lease == lease,
+                run_table.c.open == sa.true(),
+                run_table.c.fenced == sa.true(),
+                commit_table.c.task_id.is_(None),
+            )
+        )
+        with translated(self.engine), self.engine.connect() as connection:
+            count, since = connection.execute(query).one()
+        return count, since
 
     # --- inside -------------------------------------------------------------------------
 
@@ -301,12 +317,9 @@ class SQLLedger:
         return found
 
 
-#: Runs beside their commit, if there is one.
-_OPEN = (
-    sa.select(run_table)
-    .select_from(run_table)
-    .outerjoin(commit_table, of_run(commit_table, run_table.c.id))
-)
+#: Runs beside their commit, if there is one. (No child has a run's id, so this needs no origin,
+#: for which SQLite would read all commits.)
+_OPEN = sa.select(run_table).outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
 
 
 def _under(term: Term) -> list[sa.ColumnElement[bool]]:

@@ -17,7 +17,6 @@ __all__ = [
     "fence_table",
     "lease_table",
     "metadata",
-    "of_run",
     "run_table",
     "schema_table",
     "term_table",
@@ -190,8 +189,3 @@ commit_table = sa.Table(
     sa.Index("celery_lease_commit_age", "lease", "at"),
     **_ENGINE,
 )
-
-
-def of_run(commits: sa.FromClause, run: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
-    """Return the condition that a row of *commits* is the outcome of the run with this id."""
-    return sa.and_(commits.c.task_id == run, commits.c.origin == sa.literal_column("''"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +17,11 @@ import sqlalchemy as sa
 from celery import Celery
 from click.testing import CliRunner
 
+from celery_lease import Occurrence
 from celery_lease.cli import lease
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import metadata
+from celery_lease.testing import hold
 from tests.leases import NAME, expire, grant, opened
 from tests.services import TCPProxy, wait_until
 
@@ -179,6 +183,52 @@ def test_status_of_a_lease_that_nobody_holds_exits_with_1(database_url):
     assert (before, leading, after) == (1, 0, 1)
 
 
+def test_status_tells_of_runs_that_are_not_settled(database_url):
+    """Lost messages and workers that take nothing are silent otherwise."""
+    with contextlib.closing(hold(database_url, NAME)) as held:
+        for second in range(3):
+            due = datetime(2025, 3, 30, 6, 0, second, tzinfo=timezone.utc)
+            held.record(Occurrence(lease=NAME, entry="e", due_at=due), fenced=second < 2)
+        plain = run("status", "--url", database_url)
+        _, answer = run_json("status", "--url", database_url)
+
+    assert "2 fenced runs not settled, the oldest since 20" in plain.out
+    (lease_,) = answer["leases"]
+    assert lease_["unsettled"] == 2
+    assert lease_["unsettled_since"].endswith("+00:00")
+
+
+@pytest.mark.parametrize("command", ["status", "history"])
+def test_looking_makes_no_file(tmp_path, command):
+    """A typing error in a path is one, and no new database."""
+    file = tmp_path / "typo.sqlite3"
+    done = run(command, "--url", f"sqlite:///{file}")
+
+    assert done.status == 3
+    assert "celery lease init" in done.err
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("command", ["status", "history"])
+def test_looking_needs_no_right_to_write(sqlite_url, command):
+    """Whatever monitors may have a role, or a replica, of its own."""
+    with opened(sqlite_url) as store:
+        grant(store)
+    file = sqlite_url.removeprefix("sqlite:///")
+    done = run(command, "--url", f"sqlite:///file:{file}?mode=ro&uri=true", "--name", NAME)
+
+    assert done.status == 0
+    assert "epoch" in done.out
+
+
+def test_a_directory_that_is_not_there_is_a_wrong_setting(tmp_path):
+    """A volume that is not mounted will not be by waiting."""
+    done = run("init", "--url", f"sqlite:///{tmp_path}/nowhere/lease.sqlite3")
+
+    assert done.status == 2
+    assert "correct its directory" in done.err
+
+
 def test_history_tells_who_led_when_and_how_it_ended(database_url):
     """What is read after an incident."""
     with opened(database_url) as store:
@@ -303,7 +353,10 @@ WRONG = {
     "for ever": ({"beat_lease_ttl": 1e18}, "beat_lease_ttl", "seconds"),
     "option": ({"beat_lease_engine_options": {"nope": 1}}, "beat_lease_engine_options", "nope"),
     "argument": (
-        {"beat_lease_engine_options": {"connect_args": {"nope": 1}}},
+        {
+            "beat_lease_url": "sqlite:////tmp",
+            "beat_lease_engine_options": {"connect_args": {"nope": 1}},
+        },
         "beat_lease_engine_options",
         "nope",
     ),
@@ -417,6 +470,24 @@ def _everything(store: SQLLeaseStore) -> dict[str, int]:
             name: connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
             for name, table in metadata.tables.items()
         }
+
+
+def test_the_check_warns_of_a_file_that_each_directory_has_its_own_of(tmp_path, monkeypatch):
+    """Two beats that were started in two places would both lead."""
+    monkeypatch.chdir(tmp_path)
+    status, answer = run_json("check", "--rounds", "1")
+
+    assert (status, answer["ok"]) == (0, True)
+    (found,) = [each for each in answer["checks"] if each["status"] == "warning"]
+    assert str(tmp_path / "celery-lease.sqlite3") in found["detail"]
+
+
+def test_a_check_without_tables_is_no_verdict_on_the_database(sqlite_url):
+    """They are to be made first."""
+    done = run("check", "--url", sqlite_url, beat_lease_auto_init=False)
+
+    assert done.status == 3
+    assert "celery lease init" in done.err
 
 
 def test_the_check_says_what_it_cannot_know(sqlite_url):

@@ -921,6 +921,22 @@ def test_the_banner_masks_the_password():
     assert "secret" not in info
 
 
+def test_a_lease_in_a_file_that_is_not_named_in_full_is_warned_of(
+    cluster, caplog, tmp_path, monkeypatch
+):
+    """Two beats that were started in two places would both lead."""
+    monkeypatch.chdir(tmp_path)
+    cluster.beat(beat_lease_url="sqlite:///lease.sqlite3")
+    cluster.beat()
+
+    (warning,) = [
+        each
+        for each in caplog.records
+        if getattr(each, "action", "") == "lease-in-a-relative-file"
+    ]
+    assert str(tmp_path / "lease.sqlite3") in warning.getMessage()
+
+
 @pytest.mark.parametrize(
     ("conf", "words"),
     [
@@ -931,6 +947,7 @@ def test_the_banner_masks_the_password():
         ({"beat_max_loop_interval": 120}, ["beat_max_loop_interval", "beat_lease_ttl"]),
         ({"task_protocol": 1}, ["task_protocol", "2"]),
         ({"beat_lease_auto_init": False}, ["beat_lease_url", "celery lease init"]),
+        ({"beat_lease_url": "sqlite:////nowhere/l.sqlite3"}, ["/nowhere/l", "unable to open"]),
     ],
 )
 def test_what_is_certainly_wrong_ends_beat_with_one_line(cluster, caplog, conf, words):

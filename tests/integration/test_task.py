@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -1126,6 +1127,31 @@ def test_settings_that_by_pass_the_fence_are_found_when_they_are_set_late(
     workshop.app.conf[setting] = before
     (record,) = workshop.logged("worker-cannot-start")
     assert record.getMessage().startswith(f"worker cannot start: {setting}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("beat_lease_tt1", 3), ("beat_lease_url", "redis://x"), ("beat_lease_url", "mysql://u@h/d")],
+)
+def test_a_worker_whose_settings_are_wrong_does_not_start(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any
+) -> None:
+    """It would take in all messages, and fail over each of them."""
+    monkeypatch.setitem(sys.modules, "MySQLdb", None)  # which a machine may have
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        raise AssertionError("the worker runs")
+
+    workshop.app.finalize()
+    before = dict(workshop.app.conf.changes)
+    workshop.app.conf[setting] = value
+    with pytest.raises(SystemExit, match="1"), workshop.worker():
+        pass
+    workshop.app.conf.changes.clear()
+    workshop.app.conf.update(before)
+    (record,) = workshop.logged("worker-cannot-start")
+    assert setting in record.getMessage()
 
 
 def _words(statements: list[str]) -> list[str]:

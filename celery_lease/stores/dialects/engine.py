@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,7 +15,7 @@ from celery_lease.stores.dialects.mysql import MySQL
 from celery_lease.stores.dialects.postgresql import PostgreSQL
 from celery_lease.stores.dialects.sqlite import SQLite
 
-__all__ = ["create_engine", "database_of", "masked"]
+__all__ = ["create_engine", "database_of", "file_of", "masked"]
 
 _DATABASES: Mapping[str, Database] = {
     "postgresql": PostgreSQL(),
@@ -26,7 +27,7 @@ _DATABASES: Mapping[str, Database] = {
 #: The extra that installs a driver, and the driver.
 _DRIVERS = {"postgresql": ("postgresql", "psycopg"), "mysql": ("mysql", "pymysql")}
 
-_EXAMPLES = "postgresql+psycopg://…, mysql+pymysql://… or sqlite:///…"
+_EXAMPLES = "postgresql+psycopg://…, mysql+pymysql://… or sqlite:////absolute/path"
 
 
 def database_of(dialect: sa.Dialect) -> Database:
@@ -41,6 +42,18 @@ def database_of(dialect: sa.Dialect) -> Database:
         raise _wrong_url(
             f": a lease cannot be kept in {dialect.name}; use PostgreSQL, MySQL/MariaDB or SQLite"
         ) from None
+
+
+def file_of(url: str | sa.URL) -> Path | None:
+    """Return the file of an SQLite database, as it is named; None where there is none."""
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        return None
+    name = parsed.database
+    if parsed.get_backend_name() != "sqlite" or not name or name.startswith((":", "file:")):
+        return None
+    return Path(name)
 
 
 def masked(url: str | sa.URL) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import sqlalchemy as sa
 
 from celery_lease.errors import NotWritable, SchemaMismatch, StoreError, StoreUnavailable
-from celery_lease.stores.dialects.engine import database_of, masked
+from celery_lease.stores.dialects.engine import database_of, file_of, masked
 from celery_lease.stores.schema import SCHEMA_VERSION
 
 __all__ = ["is_certainly_wrong", "translated", "translated_own"]
@@ -58,6 +58,9 @@ def translated_own(engine: sa.Engine) -> Iterator[None]:
 def _failure(engine: sa.Engine, error: BaseException, *, broken: bool) -> StoreError:
     kind = database_of(engine.dialect).classify(error)
     text = _first_line(error)
+    file = file_of(engine.url)
+    if file is not None and "unable to open" in text:
+        text += f" {file.absolute()}"
     if kind is SchemaMismatch:
         return SchemaMismatch(
             f"the tables are missing or of another version ({text}); run 'celery lease init'",
@@ -80,10 +83,17 @@ _CERTAIN = re.compile(
 )
 
 
-def is_certainly_wrong(error: BaseException) -> bool:
-    """Return whether waiting cannot help: the name, the role or the password is wrong.
+def is_certainly_wrong(error: BaseException, url: str) -> bool:
+    """Return whether waiting cannot help: the name, the role, the password or path is wrong.
 
     psycopg gives no SQLSTATE for a refused connection, a bad role and a bad database
     alike, so this goes by the message; in doubt the database is merely down.
+
+    Args:
+        error: Why it does not answer.
+        url: Where it was looked for.
     """
+    file = file_of(url)
+    if file is not None:
+        return not file.parent.is_dir()
     return _CERTAIN.search(str(error)) is not None
