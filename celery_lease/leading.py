@@ -73,8 +73,8 @@ class LeaseMixin(LeasedSends):
             SystemExit: With one line in the log that names the setting and the way out.
         """
         try:
-            self._warn_of_file()
             self._prepare()
+            self._warn_of_file()
         except (StoreUnavailable, StoreContention) as error:
             if is_certainly_wrong(error, self.settings.url):
                 self._refuse(error)
@@ -132,7 +132,9 @@ class LeaseMixin(LeasedSends):
         except ConfigurationError as error:
             return f"    . lease -> {error}"
         file = file_of(settings.url)
-        note = "" if file is None else f" ({file.absolute()}, of this host only)"
+        note = "" if file is None else " (this host only)"
+        if file is not None and not file.is_absolute():
+            note += f", {file.absolute()}"
         holder = Holder.current()
         durations = f"ttl {settings.ttl:g}s, retry {settings.retry_interval:g}s"
         lines = [
