@@ -31,7 +31,7 @@ logger = logging.getLogger("celery_lease.scheduler")
 #: than half a second.
 BATCH = 500
 #: Seconds after which no further flush is begun: what is left is for the next tick.
-SENDING = 1.0
+SENDING = 0.25
 #: Seconds until a broker that was away is tried again, at first and at most.
 FIRST_PAUSE, LAST_PAUSE = 1.0, 5.0
 #: Seconds at most until a message is tried again whose making raised an error.

@@ -34,7 +34,7 @@ from celery_lease.stores.ledger import SQLLedger
 __all__ = ["LeasedSends", "Sending", "tell_known", "tell_skipped"]
 
 #: Seconds after which a flush takes no further message.
-MAKING = 0.5
+MAKING = 0.25
 
 
 @dataclass(slots=True)
