@@ -47,7 +47,7 @@ def try_later(task: Any, request: Any, error: StoreError) -> NoReturn:
     headers = _own_headers(request)
     waits = int(headers.get(_WAITS, 0))
     countdown = rising(FIRST_COUNTDOWN, waits, LAST_COUNTDOWN)
-    _publish(task, request, countdown=countdown, headers={**headers, _WAITS: waits + 1})
+    _publish(task, request, {**headers, _WAITS: waits + 1}, countdown=countdown)
     logger.warning(
         "Task postponed: %s[%s] is tried again in %g s: %s",
         task.name,
@@ -72,7 +72,7 @@ def carry_on(task: Any, request: Any, stamp: Stamp) -> None:
         Reject: It cannot be now, and goes back to its queue.
     """
     old = Stamp.of(request)
-    _publish(task, request, stamp)
+    _publish(task, request, _own_headers(request), stamp)
     logger.info(
         "Task carried on: %s[%s] follows a run that is settled, so it goes on under epoch %s",
         task.name,
@@ -89,10 +89,17 @@ def carry_on(task: Any, request: Any, stamp: Stamp) -> None:
     )
 
 
-def _publish(task: Any, request: Any, stamp: Stamp | None = None, **options: Any) -> None:
+def _publish(
+    task: Any,
+    request: Any,
+    headers: dict[str, Any],
+    stamp: Stamp | None = None,
+    **options: Any,
+) -> None:
     # Celery's own way to build a retry, without counting one.
-    options.setdefault("headers", _own_headers(request))
-    signature = Task.signature_from_request(task, request, retries=request.retries, **options)
+    signature = Task.signature_from_request(
+        task, request, retries=request.retries, headers=headers, **options
+    )
     if stamp is not None:
         signature.options.update(stamp.options(signature.options))
     try:

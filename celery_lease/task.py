@@ -208,7 +208,7 @@ class FencedTask(_Task):
             if fence is None and not request.called_directly:
                 raise UnsafeTransaction(
                     f"{self.name}: the body of this message has run, and how it ended is on "
-                    f"record: super().__call__ is called once; to run again, retry()"
+                    f"record: a hook that comes after it cannot call it again; retry() in the body"
                 )
             if fence is None and self.require_epoch:
                 self._unfenced()

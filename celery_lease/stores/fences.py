@@ -305,17 +305,17 @@ class FenceStore:
         """Return the store that these settings name. Nothing is connected yet."""
         return cls(settings.url, settings.engine_options, idle=settings.guard_idle)
 
-    def prepare(self) -> None:
-        """Make this process's engine. Nothing is connected.
+    @property
+    def engine(self) -> sa.Engine:
+        """This process's engine."""
+        return self.prepare()
+
+    def prepare(self) -> sa.Engine:
+        """Make this process's engine, if it has none yet. Nothing is connected.
 
         Raises:
             ConfigurationError: The URL, its driver or the options cannot be used.
         """
-        self._engines[os.getpid()] = self.engine
-
-    @property
-    def engine(self) -> sa.Engine:
-        """This process's engine."""
         pid = os.getpid()
         engine = self._engines.get(pid)
         if engine is None:

@@ -187,6 +187,27 @@ def test_a_body_that_is_run_twice_for_one_message_is_behind_the_fence_both_times
     assert [each["reason"] for each in workshop.refusals] == ["stale"]
 
 
+def test_a_hook_after_the_end_cannot_run_the_body_again(workshop: Workshop) -> None:
+    """How the message ended is on record, so that it would write behind no fence."""
+    seen: list[str] = []
+
+    class Again(FencedTask):
+        abstract = True
+
+        def on_success(self, *args: Any) -> None:
+            with pytest.raises(UnsafeTransaction, match="cannot call it again"):
+                self()
+            seen.append("refused")
+
+    @workshop.plain(name="work", base=Again, bind=True)
+    def work(self: FencedTask) -> None:
+        seen.append("body")
+
+    with workshop.worker():
+        assert workshop.wait(send(workshop, work)) == "SUCCESS"
+    assert seen == ["body", "refused"]
+
+
 @pytest.mark.parametrize("require_epoch", [False, True])
 def test_an_errback_that_is_called_in_place_writes_nothing(
     workshop: Workshop, require_epoch: bool

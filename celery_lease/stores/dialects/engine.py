@@ -50,10 +50,10 @@ def file_of(url: str | sa.URL) -> Path | None:
         parsed = sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError):
         return None
-    name = parsed.database
-    if parsed.get_backend_name() != "sqlite" or not name or name.startswith((":", "file:")):
+    if parsed.get_backend_name() != "sqlite" or _in_memory(parsed):
         return None
-    return Path(name)
+    name = str(parsed.database)
+    return None if name.startswith("file:") else Path(name)  # SQLite's own kind of URL
 
 
 def masked(url: str | sa.URL) -> str:
