@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from shelve import Shelf
 from typing import Any, NoReturn
 
@@ -255,8 +254,8 @@ class LeaseMixin(LeasedSends):
 
     def _compare_clocks(self) -> None:
         """Warn where this host's clock is not the database's: what is due goes by ours."""
-        ahead = (datetime.now(timezone.utc) - self.dispatcher.ledger.clock()).total_seconds()
-        if abs(ahead) > SKEW:
+        ahead, doubt = self.store.skew()
+        if abs(ahead) - doubt > SKEW:
             logger.warning(
                 "lease %r: the clock of this host is %.1f s %s the lease database's: a takeover "
                 "by another host would move due times by as much; keep the clocks in step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import sqlalchemy as sa
@@ -300,6 +301,19 @@ class SQLLeaseStore(Repair):
             sa.select(fence_table.c.epoch, fence_table.c.term).where(fence_table.c.name == name)
         )
         return None if row is None else Fence(name=name, epoch=row.epoch, term=row.term)
+
+    def skew(self) -> tuple[float, float]:
+        """Return how many seconds this host's clock is ahead of the database's, give or take.
+
+        The second number is half of what the question took: an answer that came late says
+        nothing about the clocks.
+        """
+        with self._statement() as connection:
+            before = datetime.now(timezone.utc)
+            at: datetime = connection.execute(sa.select(utcnow())).scalar_one()
+            after = datetime.now(timezone.utc)
+        doubt = (after - before) / 2
+        return (before + doubt - at).total_seconds(), doubt.total_seconds()
 
     def list(self) -> Sequence[Lease]:
         """Return all leases, by name, but for what checks left that may not delete."""

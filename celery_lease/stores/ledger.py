@@ -51,12 +51,6 @@ class SQLLedger:
         """What this kind of database does its own way."""
         return database_of(self.engine.dialect)
 
-    def clock(self) -> datetime:
-        """Return the database's instant."""
-        with translated(self.engine), self.engine.connect() as connection:
-            now: datetime = connection.execute(sa.select(utcnow())).scalar_one()
-            return now
-
     # --- claim, publish, mark -----------------------------------------------------------
 
     def claim(

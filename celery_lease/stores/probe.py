@@ -5,12 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 
 import sqlalchemy as sa
 
 from celery_lease.lease import Term
-from celery_lease.stores.dialects import from_now, utcnow, within
+from celery_lease.stores.dialects import from_now, within
 from celery_lease.stores.dialects.base import Weakness
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, term_table
@@ -54,15 +53,6 @@ class Probe(SQLLeaseStore):
         """Return whether a guarded write is there."""
         found = sa.select(commit_table.c.epoch).where(commit_table.c.task_id == task_id)
         return self._row(found) is not None
-
-    def skew(self) -> tuple[float, float]:
-        """Return how far this host's clock is ahead of the database's, give or take so much."""
-        with self._statement() as connection:
-            before = datetime.now(timezone.utc)
-            at: datetime = connection.execute(sa.select(utcnow())).scalar_one()
-            after = datetime.now(timezone.utc)
-        doubt = (after - before) / 2
-        return (before + doubt - at).total_seconds(), doubt.total_seconds()
 
     def weaknesses(self) -> list[Weakness]:
         """Return what about this server can lose an epoch that it acknowledged."""

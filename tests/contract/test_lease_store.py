@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
+from datetime import datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
@@ -502,6 +503,23 @@ def test_the_time_that_is_left_is_counted_by_the_database(store, seconds):
         left = connection.execute(sa.select(seconds_until(lease_table.c.expires_at))).scalar_one()
 
     assert seconds - 1 < float(left) <= seconds + 0.002
+
+
+def test_how_far_the_hosts_clock_is_ahead_is_measured_within_what_the_question_took(
+    store, monkeypatch
+):
+    """What is due goes by the host's clock; a slow answer must not pass for a wrong one."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(minutes=5)
+
+    monkeypatch.setattr("celery_lease.stores.leases.datetime", Ahead)
+
+    ahead, doubt = store.skew()
+
+    assert ahead - doubt - 0.001 <= 300 <= ahead + doubt + 0.001
 
 
 def test_names_that_differ_in_case_are_two_leases(store):
