@@ -14,6 +14,16 @@ from tests.integration.workshop import Workshop
 _keys = (f"k{number}" for number in itertools.count())
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no turn of a beat in this process end early, as they do where the host is slow.
+
+    Tests of just that set the limits themselves.
+    """
+    monkeypatch.setattr("celery_lease.sending.MAKING", 60.0)
+    monkeypatch.setattr("celery_lease.dispatch.SENDING", 60.0)
+
+
 @pytest.fixture
 def key() -> str:
     """A name for the task of this test, or for the first part of its name."""
