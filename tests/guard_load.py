@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import sqlalchemy as sa
 
 from celery_lease.errors import StoreContention
@@ -91,9 +92,14 @@ class Figures:
 
 @contextmanager
 def _guard_last(connection: sa.Connection, values: dict[str, Any]) -> Iterator[None]:
-    """Work, then pass the guard: the lock lasts one round trip."""
+    """Work, then pass the guard: the lock lasts one round trip at most."""
     yield
-    if not database_of(connection.dialect).settle(within(connection), idle=5.0, **values):
+    database, way = database_of(connection.dialect), within(connection)
+    if database.brings_commit(way):
+        passed = database.settle_and_commit(way, **values)
+    else:
+        passed = database.settle(way, idle=5.0, **values)
+    if not passed:
         raise Stale
 
 
@@ -164,19 +170,31 @@ class Script:
         """
         actual = {self._TASK: str(uuid.uuid4()), self._EPOCH: epoch, self._TERM: term}
         cursor = dbapi.cursor()
-        for statement, parameters in self._steps:
-            if isinstance(parameters, dict):
-                given: Any = {key: actual.get(each, each) for key, each in parameters.items()}
-            else:
-                given = tuple(actual.get(each, each) for each in parameters)
-            cursor.execute(statement, given)
+        try:
+            for statement, parameters in self._steps:
+                self._execute(cursor, statement, parameters, actual)
+        except psycopg.DataError:  # A guard that brings the COMMIT fails where it is stale.
+            dbapi.rollback()
+            raise Stale from None
         passed = cursor.rowcount  # of the last statement, which is the guard
         cursor.close()
         if passed == 1:
-            dbapi.commit()
+            dbapi.commit()  # Nothing is left of it where the guard brought it.
         else:
             dbapi.rollback()
             raise Stale
+
+    @staticmethod
+    def _execute(cursor: Any, statement: str, parameters: Any, actual: dict[Any, Any]) -> None:
+        if not parameters:
+            for placeholder, value in actual.items():
+                statement = statement.replace(str(placeholder), str(value))
+            cursor.execute(statement)
+        elif isinstance(parameters, dict):
+            given = {key: actual.get(each, each) for key, each in parameters.items()}
+            cursor.execute(statement, given)
+        else:
+            cursor.execute(statement, tuple(actual.get(each, each) for each in parameters))
 
 
 def _values(task: str, epoch: int, term: str) -> dict[str, Any]:

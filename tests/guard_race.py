@@ -235,18 +235,19 @@ class Race:
             over.set()
             return found
 
-        def spoken(conn, cursor, statement: str, *rest) -> None:
-            if "INSERT INTO celery_lease_commit" in statement and not overtaking:
+        def spoken(conn) -> None:
+            if not overtaking:
                 overtaking.append(self.threads.submit(rival))
                 over.wait(OVERTAKING)
 
         self.figures.attempts += 1
-        sa.event.listen(self.engine, "after_cursor_execute", spoken)
+        # After the guard's own listener; and as somebody listens, its COMMIT comes later.
+        sa.event.listen(self.engine, "commit", spoken)
         try:
             with self.guarded(old) as connection:
                 self.write(connection, old)
         finally:
-            sa.event.remove(self.engine, "after_cursor_execute", spoken)
+            sa.event.remove(self.engine, "commit", spoken)
         new, before = overtaking[0].result(60)
         self._account(old, new, before, refused=False)
 

@@ -105,9 +105,11 @@ def guarded(
                 seconds = positive_duration("idle", idle)
                 database.limit_idle(seen, seconds)
             yield connection
-            _guard(seen, ticket, store, final=final)
-            passed = True
             hooks = connection.run_on_commit
+            # Where the COMMIT comes with it, an error may be one of the answer.
+            passed = database.brings_commit(seen)
+            _guard(seen, ticket, store, final=final, commit=passed)
+            passed = True
     except DatabaseError as error:
         # Its COMMIT was sent, and the answer was an error: the ledger knows.
         if answered or not (passed and final and _is_committed(ticket, store, error)):
@@ -130,10 +132,12 @@ def _give_back(connection: Any, seen: _Connection) -> None:
         connection.close()
 
 
-def _guard(seen: _Connection, ticket: Ticket, store: FenceStore, *, final: bool) -> None:
+def _guard(
+    seen: _Connection, ticket: Ticket, store: FenceStore, *, final: bool, commit: bool
+) -> None:
     """Run the guard's statement; what it raises rolls the block back."""
     try:
-        passed = passes(seen, ticket, final=final, idle=store.idle)
+        passed = passes(seen, ticket, final=final, idle=store.idle, commit=commit)
     except DatabaseError as error:
         raise _reason(seen, ticket, store, error) from error
     if not passed:

@@ -2,7 +2,8 @@
 
 It runs at the engine's ``commit`` event, after the session's flush and after the
 user's own ``before_commit`` hooks. Nothing of a transaction is visible before its
-COMMIT, so last is early enough, and the shared lock it takes lasts one round trip.
+COMMIT, so last is early enough, and the shared lock it takes lasts one round trip; where
+the COMMIT can come in the same message, not even that. The driver's own is an empty one then.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Guard", "guarded", "plain"]
 
 class _State(Enum):
     OPEN = "open"
-    #: The guard let the transaction pass; its COMMIT was sent.
+    #: Its COMMIT was sent: after the guard let it pass, or together with the guard.
     PASSED = "passed"
     COMMITTED = "committed"
     #: Its COMMIT was answered with an error, and the ledger does not know it.
@@ -165,7 +166,8 @@ class Guard:
         # Out of the commit hook the connection goes back to its pool with its transaction
         # open, and the next block on it would commit these rows.
         _roll_back(connection)
-        self._state, self._error = _State.REFUSED, error
+        if self._state is not _State.PASSED:  # Else the COMMIT may have arrived.
+            self._state, self._error = _State.REFUSED, error
 
     def _verdict(self, connection: sa.Connection) -> BaseException | None:
         """Return why the transaction must not commit; None where it may."""
@@ -173,8 +175,7 @@ class Guard:
         error: BaseException | None = None
         try:
             with translated(connection.engine):
-                way, idle = self._within(connection), self._store.idle
-                if passes(way, self.ticket, final=self._final, idle=idle):
+                if self._passes(self._within(connection), alone=_is_alone(connection)):
                     return None
         except SchemaMismatch:
             return missing_fence(self.ticket.lease, masked(connection.engine.url))
@@ -184,9 +185,18 @@ class Guard:
                 return error
         except sa.exc.IntegrityError as duplicate:
             error = duplicate
+        self._state = _State.OPEN  # The server said no, to a COMMIT as well.
         # Neither "no row" nor a serialization failure is an answer: look again, afresh.
         _roll_back(connection)
         return self._reason(connection) or error or self._contention()
+
+    def _passes(self, way: Direct, *, alone: bool) -> bool:
+        """Run the guard's statement, with the COMMIT where nobody else has anything to add."""
+        commit = alone and database_of(way.dialect).brings_commit(way)
+        if commit:
+            self._state = _State.PASSED
+        idle = self._store.idle
+        return passes(way, self.ticket, final=self._final, idle=idle, commit=commit)
 
     def _reason(self, connection: sa.Connection) -> BaseException | None:
         try:
@@ -391,6 +401,11 @@ def _begun(session: Session) -> list[sa.Connection]:
     # There is no public way to ask; the attribute is the same in SQLAlchemy 2.0 and 2.1.
     begun = getattr(transaction, "_connections", {})
     return list({id(each[0]): each[0] for each in begun.values()}.values())
+
+
+def _is_alone(connection: sa.Connection) -> bool:
+    """Return whether no listener of the user's comes between the guard and the COMMIT."""
+    return len(connection.dispatch.commit) == 1
 
 
 def _roll_back(connection: sa.Connection) -> None:

@@ -210,7 +210,9 @@ def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
     )
 
 
-def passes(connection: Direct, ticket: Ticket, *, final: bool, idle: float) -> bool:
+def passes(
+    connection: Direct, ticket: Ticket, *, final: bool, idle: float, commit: bool = False
+) -> bool:
     """Run the guard's statement: the last one of the transaction on *connection*.
 
     Args:
@@ -218,16 +220,21 @@ def passes(connection: Direct, ticket: Ticket, *, final: bool, idle: float) -> b
         ticket: What is shown at the fence.
         final: Whether passing settles the ticket's task, or is only a check.
         idle: Seconds that the server waits for the COMMIT.
+        commit: Whether to bring the COMMIT along, where the database takes both at once.
 
     Returns:
         False where another epoch or term is current. A duplicate raises IntegrityError.
     """
     database = database_of(connection.dialect)
     if final:
-        return database.settle(connection, idle=idle, **ticket.values("committed"))
-    return database.check(
-        connection, lease=ticket.lease, epoch=ticket.epoch, term=ticket.term, idle=idle
-    )
+        values = ticket.values("committed")
+        if commit:
+            return database.settle_and_commit(connection, **values)
+        return database.settle(connection, idle=idle, **values)
+    term: dict[str, Any] = {"lease": ticket.lease, "epoch": ticket.epoch, "term": ticket.term}
+    if commit:
+        return database.check_and_commit(connection, **term)
+    return database.check(connection, idle=idle, **term)
 
 
 def refusal(ticket: Ticket, standing: Standing) -> FencingError | None:

@@ -13,7 +13,9 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session, sessionmaker
 
 from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
+from celery_lease.stores.base import Raised
 from tests.integration.test_guard_sqlalchemy import Desk, Note, write
+from tests.leases import grant
 from tests.services import TCPProxy, Verdict, hold, lose_answer
 
 LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
@@ -329,6 +331,7 @@ def test_a_worker_frozen_between_guard_and_commit_holds_a_takeover_up_no_longer_
     desk = desks(server_url)
     desk.store.idle = 1.0
     far = behind(desk)
+    sa.event.listen(far.engine, "commit", lambda connection: None)  # Keeps the two apart.
     fence = desk.fence()
     errors: list[BaseException] = []
 
@@ -352,6 +355,146 @@ def test_a_worker_frozen_between_guard_and_commit_holds_a_takeover_up_no_longer_
     assert 0.2 < took < 1.0 + 2.0
     assert [type(each) for each in errors] == [StaleEpoch]
     assert desk.notes() == []
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("final", [False, True])
+def test_a_worker_frozen_before_its_last_message_holds_no_takeover_up(
+    postgresql_url: str, desks: Callable[..., Desk], behind: Callable[[Desk], Behind], final: bool
+) -> None:
+    """Guard and COMMIT go out together with psycopg: the fence is locked by neither or both."""
+    desk = desks(postgresql_url)
+    far = behind(desk)
+    fence = desk.fence()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with fence.transaction(far.engine, final=final) as connection:
+                write(connection, 1)
+                far.proxy.filter = hold(b"COMMIT")
+        except (FencingError, sa.exc.DBAPIError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert far.proxy.holding.wait(10)
+    desk.lease._store.release(desk.lease.term)
+    term = grant(desk.lease._store)
+    assert desk.lease._store.raise_fence(term) is Raised.RAISED, "at once: nothing is locked"
+    far.proxy.filter = None
+    far.proxy.resume()
+    thread.join(20)
+
+    assert [type(each) for each in errors] == [StaleEpoch]
+    assert desk.notes() == []
+
+
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+@pytest.mark.parametrize("threshold", [0, 1, None])
+@pytest.mark.postgresql
+def test_the_guard_gets_through_whatever_psycopg_prepares(
+    postgresql_url: str, desks: Callable[..., Desk], threshold: int | None, kind: str
+) -> None:
+    """Two statements cannot be prepared as one."""
+    desk = desks(postgresql_url, connect_args={"prepare_threshold": threshold})
+    target = desk.engine if kind == "Engine" else sessionmaker(desk.engine)
+    for number, final in enumerate([False, True, False, True]):
+        with desk.fence().transaction(target, final=final) as work:
+            write(work, number)
+    stale = desk.fence()
+    desk.lease.depose()
+    with pytest.raises(StaleEpoch), stale.transaction(target) as work:
+        write(work, 9)
+    assert desk.notes() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("listened", [False, True])
+def test_the_guard_gets_through_where_results_are_streamed(
+    server_url: str, desks: Callable[..., Desk], listened: bool, final: bool
+) -> None:
+    """PostgreSQL cannot declare a cursor for an INSERT."""
+    desk = desks(server_url)
+    if listened:
+        sa.event.listen(desk.engine, "commit", lambda connection: None)
+    streaming = desk.engine.execution_options(stream_results=True)
+    fence = desk.fence()
+    with fence.transaction(streaming, final=final) as connection:
+        connection.execute(sa.select(Note.id)).all()
+    assert fence.settled == final
+
+
+def test_what_a_listener_of_the_users_adds_to_the_commit_is_behind_the_guard_too(
+    server_url: str, desks: Callable[..., Desk]
+) -> None:
+    """It comes after the guard, and must be in the transaction that the guard let pass."""
+    desk = desks(server_url)
+
+    @sa.event.listens_for(desk.engine, "commit")
+    def audit(connection: sa.Connection) -> None:
+        write(connection, 100)
+
+    with desk.fence().transaction(desk.engine) as connection:
+        write(connection, 1)
+    stale = desk.fence()
+    desk.lease.depose()
+    with pytest.raises(StaleEpoch), stale.transaction(desk.engine) as connection:
+        write(connection, 2)
+    assert desk.notes() == [1, 100]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("late", [False, True])
+def test_a_constraint_that_is_checked_at_the_commit_is_an_error_of_the_users_own(
+    postgresql_url: str, desks: Callable[..., Desk], late: bool
+) -> None:
+    """Neither a duplicate nor stale, whether the guard brings the COMMIT or comes before it."""
+    desk = desks(postgresql_url)
+    if late:
+        sa.event.listen(desk.engine, "commit", lambda connection: None)
+    with desk.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE parent (id INT PRIMARY KEY)")
+        connection.exec_driver_sql(
+            "CREATE TABLE child (id INT REFERENCES parent DEFERRABLE INITIALLY DEFERRED)"
+        )
+    fence = desk.fence()
+    with (
+        pytest.raises(sa.exc.IntegrityError, match="child"),
+        fence.transaction(desk.engine) as connection,
+    ):
+        connection.exec_driver_sql("INSERT INTO child VALUES (1)")
+    assert (fence.settled, fence.refused) == (False, None)
+    with fence.transaction(desk.engine) as connection:
+        write(connection, 1)
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_an_interrupted_last_message_is_looked_up_in_the_ledger(
+    server_url: str,
+    desks: Callable[..., Desk],
+    monkeypatch: pytest.MonkeyPatch,
+    arrives: bool,
+) -> None:
+    """A soft time limit raises anywhere, also between the COMMIT and its answer."""
+    desk = desks(server_url)
+    fence = desk.fence()
+
+    class Limit(Exception):
+        pass
+
+    def interrupt(connection: sa.Connection, cursor: Any, sql: str, *rest: Any) -> None:
+        if "celery_lease_commit" in sql:
+            raise Limit
+
+    event = "after_cursor_execute" if arrives else "before_cursor_execute"
+    sa.event.listen(desk.engine, event, interrupt)
+    with pytest.raises(Limit), fence.transaction(desk.engine) as connection:
+        write(connection, 1)
+    at_once = server_url.startswith("postgresql")
+    assert fence.settled == (arrives and at_once)
+    assert desk.notes() == ([1] if arrives and at_once else [])
 
 
 def test_a_body_frozen_with_rows_written_is_ended_by_its_own_limit(

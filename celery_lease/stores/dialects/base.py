@@ -112,6 +112,31 @@ class Database:
         """Return whether (lease, epoch, term) is current, locking as :meth:`settle` does."""
         raise NotImplementedError
 
+    def brings_commit(self, connection: Direct) -> bool:
+        """Return whether the guard can bring the COMMIT along, in one message.
+
+        Nobody can be stopped between the two then, and a takeover waits for the server
+        alone. Where it cannot, :meth:`settle` and :meth:`check` come before the COMMIT.
+        """
+        return False
+
+    def settle_and_commit(self, connection: Direct, **values: Any) -> bool:
+        """Do what :meth:`settle` does, and commit if it passes.
+
+        Args:
+            connection: In the transaction, of which nothing is left but this.
+            values: As for :meth:`settle`.
+
+        Returns:
+            False for stale: nothing is committed. After an error that is not the server's
+            own it may be.
+        """
+        raise NotImplementedError
+
+    def check_and_commit(self, connection: Direct, *, lease: str, epoch: int, term: str) -> bool:
+        """Do what :meth:`check` does, and commit if it passes, as :meth:`settle_and_commit`."""
+        raise NotImplementedError
+
     def begin_guarded(self, connection: sa.Connection, statement: str) -> None:
         """Make sure that *statement* of a guarded transaction is in one: drivers may be late."""
 

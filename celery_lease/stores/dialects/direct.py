@@ -16,6 +16,9 @@ import sqlalchemy as sa
 
 __all__ = ["Direct", "direct", "within"]
 
+#: A connection that streams its results would make a cursor of each statement.
+_AT_ONCE = {"stream_results": False}
+
 
 class Direct:
     """As much of an SQLAlchemy connection as these statements need.
@@ -51,7 +54,7 @@ class Direct:
         Columns are read by their types, but *values* go to the driver as they are: give
         text, numbers and booleans, and no instants, which only ``UTCDateTime`` converts.
         """
-        text = compiled(statement, self.dialect, self._schemas)
+        text = self.compiled(statement)
         row, rowcount = self._run(text, text.parameters(values))
         return Answer(None if row is None else text.read(row), rowcount)
 
@@ -61,6 +64,15 @@ class Direct:
             cursor.execute(statement)
             row = None if cursor.description is None else cursor.fetchone()
             return Answer(row, cursor.rowcount)
+
+    def compiled(self, statement: sa.Executable) -> Text:
+        """Return a statement as the driver wants it."""
+        return compiled(statement, self.dialect, self._schemas)
+
+    def script(self, sql: str) -> None:
+        """Run statements in one message: the driver's own SQL, without parameters."""
+        with self._cursor() as cursor:
+            cursor.execute(sql)
 
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
         with self._cursor() as cursor:
@@ -161,8 +173,11 @@ class _Within(Direct):
                 self._connection.invalidate(error)
             raise _sqlalchemys(self.dialect, error, gone) from error
 
+    def script(self, sql: str) -> None:
+        self._connection.exec_driver_sql(sql, None, {**_AT_ONCE, "no_parameters": True}).close()
+
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
-        result = self._connection.exec_driver_sql(text.sql, parameters)
+        result = self._connection.exec_driver_sql(text.sql, parameters, _AT_ONCE)
         return result.first() if text.returns_row else None, result.rowcount
 
 

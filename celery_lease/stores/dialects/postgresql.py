@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,21 @@ _LIMITED = sa.func.set_config(
 ) != sa.literal_column("''")
 
 
+#: What the server's log says of a guard that did not pass, and then does not commit.
+_NOT_PASSED = "celery-lease: this epoch is not the current one, guards passed:"
+
+
+def _or_fail(guard: sa.CTE) -> sa.Select[Any]:
+    """Fail where *guard* has no row: in the middle of a message only an error stops."""
+    passed = sa.func.count()
+    # Depends on the count, or it would be evaluated beforehand.
+    said = sa.func.concat(sa.literal_column(f"'{_NOT_PASSED} '"), passed)
+    one = sa.literal_column("1", sa.Integer)
+    return sa.select(sa.case((passed == one, one), else_=sa.cast(said, sa.Integer))).select_from(
+        guard
+    )
+
+
 class PostgreSQL(OnConflict):
     """PostgreSQL 12 and later."""
 
@@ -53,19 +69,22 @@ class PostgreSQL(OnConflict):
     one_statement_acquire = True
     drivers = ("psycopg", "psycopg2")
 
-    _SETTLE = sa.insert(commit_table).from_select(
-        COMMIT_COLUMNS,
-        commit_row(BOTH, lease_table, fence_table)
-        .where(_LIMITED)
-        .with_for_update(read=True, of=fence_table),
-    )
-    _CHECK = (
+    _ROW = commit_row(BOTH, lease_table, fence_table).with_for_update(read=True, of=fence_table)
+    _ONE = (
         sa.select(sa.literal_column("1", sa.Integer).label("one"))
         .select_from(BOTH)
-        .where(*is_current(lease_table, fence_table), _LIMITED)
+        .where(*is_current(lease_table, fence_table))
         .with_for_update(read=True, of=fence_table)
     )
-
+    _SETTLE = sa.insert(commit_table).from_select(COMMIT_COLUMNS, _ROW.where(_LIMITED))
+    _CHECK = _ONE.where(_LIMITED)
+    _SETTLE_OR_FAIL = _or_fail(
+        sa.insert(commit_table)
+        .from_select(COMMIT_COLUMNS, _ROW)
+        .returning(sa.literal_column("1"))
+        .cte("guard")
+    )
+    _CHECK_OR_FAIL = _or_fail(_ONE.cte("guard"))
     _LIMIT = sa.select(_LIMITED)
 
     def engine_arguments(self, lock_wait: float, statement_wait: float) -> dict[str, Any]:
@@ -165,6 +184,42 @@ class PostgreSQL(OnConflict):
         """Lock the fence row shared; the lease row is read only."""
         values = {"lease": lease, "epoch": epoch, "term": term, "idle": _ms(idle)}
         return connection.execute(self._CHECK, values).first() is not None
+
+    def brings_commit(self, connection: Direct) -> bool:
+        """Take psycopg 3, unless it prepares each statement: what is prepared must be one."""
+        driver = sys.modules.get("psycopg")
+        dbapi = connection.dbapi_connection
+        return (
+            driver is not None
+            and isinstance(dbapi, driver.Connection)
+            and dbapi.prepare_threshold != 0
+        )
+
+    def settle_and_commit(self, connection: Direct, **values: Any) -> bool:
+        """Insert the commit row."""
+        return self._commit_with(connection, self._SETTLE_OR_FAIL, values)
+
+    def check_and_commit(self, connection: Direct, *, lease: str, epoch: int, term: str) -> bool:
+        """Lock the fence row shared; the lease row is read only."""
+        values = {"lease": lease, "epoch": epoch, "term": term}
+        return self._commit_with(connection, self._CHECK_OR_FAIL, values)
+
+    def _commit_with(
+        self, connection: Direct, guard: sa.Select[Any], values: dict[str, Any]
+    ) -> bool:
+        from psycopg import ClientCursor, DataError
+
+        text = connection.compiled(guard)
+        # The protocol has parameters for single statements only.
+        sql = ClientCursor(connection.dbapi_connection).mogrify(text.sql, text.parameters(values))
+        try:
+            connection.script(f"{sql}; COMMIT")
+        except Exception as error:  # SQLAlchemy's or Django's, around the driver's
+            driver = error.__cause__
+            if isinstance(driver, DataError) and _NOT_PASSED in str(driver):
+                return False  # The server went no further.
+            raise
+        return True
 
     def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Set ``idle_in_transaction_session_timeout`` for this transaction."""
