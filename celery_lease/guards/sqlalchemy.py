@@ -31,6 +31,8 @@ from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, 
 
 __all__ = ["Guard", "guarded", "plain"]
 
+_NESTED = "a guarded block cannot stand inside another one"
+
 
 class _State(Enum):
     OPEN = "open"
@@ -88,7 +90,7 @@ class Guard:
         self.begin()
         other = _guards.get(connection)
         if other is not None and other is not self and other.open:
-            raise self.unsafe("a guarded block cannot stand inside another one")
+            raise self.unsafe(_NESTED)
         if self._engine is not None and connection.engine is not self._engine:
             raise self.unsafe("the session works on two engines, and only one can be guarded")
         database = database_of(connection.dialect)
@@ -115,6 +117,10 @@ class Guard:
         """Let go of the connections: the block is over."""
         for connection in self._connections:
             _guards.pop(connection, None)
+            if self._state in (_State.PASSED, _State.LOST):
+                # Something raised between the two. SQLAlchemy takes the transaction for
+                # ended, and the next one on a connection that stays open would commit it.
+                _roll_back(connection)
             _give_back(connection)
 
     def raise_refusal(self) -> None:
@@ -381,6 +387,8 @@ def _commit(work: Session | sa.Connection, guard: Guard) -> None:
 
 def _refuse_begun(session: Session, guard: Guard) -> None:
     """Refuse a session whose transaction would not end with this block's commit."""
+    if session in _sessions:
+        raise guard.unsafe(_NESTED)
     if session.twophase:
         raise guard.unsafe("a two-phase transaction is prepared before the guard could run")
     transaction = session.get_transaction()

@@ -90,6 +90,20 @@ class Desk:
             with self.engine.connect() as connection:
                 yield connection
 
+    @contextmanager
+    def lasting(self, kind: str) -> Iterator[Any]:
+        """Yield a target whose connection lasts, as it is, for longer than a block."""
+        if kind == "no reset":
+            self.engine.dispose()
+            self.engine = sa.create_engine(self.url, pool_reset_on_return=None, pool_size=1)
+            yield self.engine
+        elif kind == "Session on a connection":
+            with self.engine.connect() as connection, Session(connection) as session:
+                yield session
+        else:
+            with self.target(kind) as target:
+                yield target
+
     def notes(self) -> list[int]:
         """Return the ids that are committed."""
         with self.engine.connect() as connection:
@@ -251,6 +265,38 @@ def test_a_commit_inside_settles_only_if_it_is_one(desk: Desk, kind: str, final:
     with desk.target(kind) as target, fence.transaction(target) as work:
         write(work, 1)
     assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", ["Connection", "Session", "Session on a connection", "no reset"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("final", [True, False])
+def test_what_raises_between_guard_and_commit_leaves_nothing_for_the_next_block(
+    desk: Desk, kind: str, inside: bool, final: bool
+) -> None:
+    """A hook of the user's, a soft time limit: SQLAlchemy believes that it has committed.
+
+    The connection stays open, or goes back into a pool that does not roll back.
+    """
+
+    def fail(connection: sa.Connection) -> None:
+        raise ZeroDivisionError
+
+    first = desk.fence()
+    with desk.lasting(kind) as target:
+        sa.event.listen(desk.engine, "commit", fail)
+        with (
+            pytest.raises(ZeroDivisionError),
+            first.transaction(target, final=final) as work,
+        ):
+            write(work, 1)
+            if inside:
+                work.commit()
+        sa.event.remove(desk.engine, "commit", fail)
+        desk.lease = desk.lease.depose()  # Nothing is locked.
+        with desk.fence().transaction(target) as work:
+            write(work, 2)
+    assert not first.settled
+    assert desk.notes() == [2]
 
 
 def test_a_commit_inside_an_earlier_block_settles_nothing(desk: Desk) -> None:
@@ -552,6 +598,30 @@ def test_a_guarded_block_inside_another_is_refused(desk: Desk) -> None:
         ):
             pass
     assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", ["scoped_session", "Session", "Session on a connection"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_block_of_another_task_inside_one_leaves_its_guard_in_force(
+    desk: Desk, kind: str, begun: bool
+) -> None:
+    """A task that is applied in a block shares its thread's session; the block must not notice.
+
+    A guard that is taken away with the inner block would let what follows it pass unguarded.
+    """
+    outer, inner = desk.fence(), desk.fence()
+    with (
+        desk.lasting(kind) as target,
+        pytest.raises(StaleEpoch),
+        outer.transaction(target) as work,
+    ):
+        if begun:
+            work.execute(sa.select(Note.id)).all()
+        with pytest.raises(UnsafeTransaction, match="inside another"), inner.transaction(target):
+            pass
+        desk.lease.depose()
+        write(work, 1)
+    assert desk.notes() == []
 
 
 def test_two_phase_is_refused(desk: Desk) -> None:
