@@ -31,6 +31,7 @@ _UNCERTAIN: tuple[type[BaseException], ...] = tuple(
 #: counts KeyError among Redis's connection errors.)
 _OF_THE_MESSAGE = (
     exceptions.SerializationError,
+    exceptions.SerializerNotInstalled,
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -154,7 +155,7 @@ class Publisher:
 
         In doubt it may: a result backend that is away raises what its driver raises.
         """
-        return isinstance(error, _UNCERTAIN) or not isinstance(error, _OF_THE_MESSAGE)
+        return not isinstance(_cause(error), _OF_THE_MESSAGE)
 
     def _is_brokers(self, error: BaseException) -> bool:
         """Return whether *error* is the broker's, and not a third party's."""
@@ -172,7 +173,7 @@ class Publisher:
         if self._confirms is None:
             return False
         connection = self._producer.connection
-        cause = error.__cause__ if isinstance(error, _UNCERTAIN) else error
+        cause = _cause(error)
         if isinstance(cause, FrameSyntaxError):
             return True
         return isinstance(cause, connection.channel_errors) and not isinstance(
@@ -223,8 +224,16 @@ class Publisher:
 
 
 def said(error: BaseException) -> str:
-    """Return an error in words that every log and every database takes."""
-    return storable(f"{type(error).__name__}: {error}")
+    """Return an error in words, one line of them, that every log and every database takes."""
+    cause = _cause(error)
+    lines = str(cause).splitlines() or [""]
+    return storable(f"{type(cause).__name__}: {lines[0]}")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what kombu has wrapped: a KeyError of the message's own, too, on Redis."""
+    wrapped = error.__cause__ if isinstance(error, _UNCERTAIN) else None
+    return error if wrapped is None else wrapped
 
 
 def _known() -> bool:

@@ -6,10 +6,12 @@ import pytest
 from celery import Celery
 from kombu import Exchange, Queue
 
-from celery_lease.publish import FLUSH, Publisher, Undelivered
+from celery_lease.publish import FLUSH, Publisher, Undelivered, said
+from tests.integration.beats import Cluster
 from tests.services import TCPProxy
 
 QUEUE = "flushed"
+COLUMNS = ("entry", "state", "reason")
 
 
 def publisher(url, timeout=2.0):
@@ -157,6 +159,48 @@ def test_an_error_about_a_message_is_not_about_the_broker(broker_url):
         assert not broker.is_delivery(told.value)
         assert not broker.is_delivery(KeyError("an unknown queue"))
     broker.close()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"compression": "zstandardd"}, {"delivery_mode": "Transient"}, {"serializer": "yamll"}],
+    ids=str,
+)
+def test_a_wrong_option_is_the_messages_own_fault(broker_url, option):
+    """Taken for the broker's, it would keep everything that is due for good."""
+    app, broker = publisher(broker_url)
+
+    with broker.flush() as producer:
+        with pytest.raises(Exception, match=next(iter(option.values()))) as told:
+            send(producer, "x", **option)
+        assert not broker.is_delivery(told.value)
+        send(producer, "a good one")
+    broker.close()
+
+    assert received(app) == ["a good one"]
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "option", [{"compression": "zstandardd"}, {"delivery_mode": "Transient"}], ids=str
+)
+def test_an_entry_with_a_wrong_option_keeps_nothing_else_waiting(sqlite_url, redis_url, option):
+    """On Redis such a KeyError comes wrapped, as if the broker were away."""
+    cluster = Cluster(sqlite_url, broker_url=redis_url)
+    schedule = {"bad": {"schedule": 60.0, "options": option}, "good": {"schedule": 60.0}}
+    cluster.beat(schedule).at(seconds=61).go()
+
+    found = {entry: (state, reason) for entry, state, reason in cluster.runs(*COLUMNS)}
+    cluster.close()
+    assert found["good"] == ("published", None)
+    assert found["bad"][0] == "failed"
+    assert "KeyError" in found["bad"][1]
+    assert next(iter(option.values())) in found["bad"][1]
+
+
+def test_an_error_of_many_lines_is_one_line_of_a_log():
+    """A driver's text goes on with its statement, which may hold a message's arguments."""
+    assert said(ValueError("locked\n[SQL: INSERT secret]")) == "ValueError: locked"
 
 
 def test_a_third_party_that_is_away_is_not_the_messages_fault(broker_url):
