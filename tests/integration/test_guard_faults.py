@@ -209,6 +209,36 @@ def test_a_renewal_after_the_first_read_does_not_turn_sqlites_first_write_away(
 
 
 @pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+def test_a_read_with_a_name_for_it_is_a_mere_read_for_sqlite(
+    sqlite_url: str, desks: Callable[..., Desk], kind: str
+) -> None:
+    """A WITH that writes nothing must not begin a transaction whose snapshot is soon too old."""
+    desk = desks(sqlite_url)
+    target = desk.engine if kind == "Engine" else sessionmaker(desk.engine)
+    with desk.fence().transaction(target) as work:
+        named = sa.select(Note.id).cte("named")
+        work.execute(sa.select(named)).all()
+        desk.lease._store.renew(desk.lease.term, 3600)
+        write(work, 1)
+    assert desk.notes() == [1]
+
+
+def test_a_table_that_is_there_already_does_not_make_sqlites_first_write_too_late(
+    sqlite_url: str, desks: Callable[..., Desk]
+) -> None:
+    """Its CREATE only reads, and a write of anybody's would come before ours."""
+    desk = desks(sqlite_url)
+    renewed = threading.Thread(target=desk.lease._store.renew, args=(desk.lease.term, 3600))
+    with desk.fence().transaction(desk.engine) as connection:
+        connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS note (id INTEGER)")
+        renewed.start()  # Waits for the block, now.
+        renewed.join(0.2)
+        write(connection, 1)
+    renewed.join()
+    assert desk.notes() == [1]
+
+
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
 def test_sqlites_explicit_begins_go_on_after_a_rollback_inside(
     sqlite_url: str, desks: Callable[..., Desk], kind: str
 ) -> None:

@@ -40,10 +40,15 @@ __all__ = ["SQLite"]
 _FORMAT = "'%Y-%m-%d %H:%M:%f000', 'now'"
 
 #: What needs no transaction: it writes nothing, or must not be in one, or begins one.
-_NO_BEGIN = re.compile(r"\s*(SELECT|EXPLAIN|PRAGMA|BEGIN)\b", re.IGNORECASE)
+_NO_BEGIN = re.compile(
+    r"\s*(SELECT|EXPLAIN|PRAGMA|BEGIN|WITH\b(?!.*\b(INSERT|UPDATE|DELETE|REPLACE)))\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
 #: How long to wait for others who make the tables too, in seconds.
 _PATIENCE = 60.0
+#: How long to ask for WAL again where the answer is another mode, in seconds.
+_INSISTENCE = 1.0
 
 
 class SQLite(OnConflict):
@@ -160,11 +165,12 @@ class SQLite(OnConflict):
 
         Without it ``RELEASE SAVEPOINT`` is a commit, and so is each ``WITH … INSERT`` and
         each DDL statement. Not before a mere read: its snapshot would be held from there
-        on, and a renewal of the lease in between would turn the first write away.
+        on, and a renewal of the lease in between would turn the first write away. The write
+        lock comes with it, as a table that is there already makes a read of its CREATE.
         """
         dbapi: Any = connection.connection.dbapi_connection
         if not dbapi.in_transaction and _NO_BEGIN.match(statement) is None:
-            dbapi.execute("BEGIN").close()
+            dbapi.execute("BEGIN IMMEDIATE").close()
 
     def autocommits(self, dbapi: Any) -> bool:
         """Look for an open transaction: isolation_level None may mean explicit BEGINs."""
@@ -206,7 +212,10 @@ def _to_wal(connection: sa.Connection) -> None:
                 raise
         else:
             # What cannot have it (some network file systems) says so, and works without.
-            if mode == "wal" or time.monotonic() > end:
+            if mode == "wal":
+                return
+            end = min(end, time.monotonic() + _INSISTENCE)
+            if time.monotonic() > end:
                 return
         time.sleep(0.02)
 
