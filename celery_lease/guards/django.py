@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from django.db import DatabaseError, Error, connections, transaction
-from sqlalchemy import Dialect
+from sqlalchemy import Dialect, Engine
 from sqlalchemy.dialects.mysql import pymysql
 from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import pysqlite
 
 from celery_lease.errors import (
     FencingError,
+    NotWritable,
     SchemaMismatch,
     StoreContention,
     StoreError,
@@ -25,7 +26,14 @@ from celery_lease.errors import (
 )
 from celery_lease.settings import positive_duration
 from celery_lease.stores.dialects import Direct, database_of
-from celery_lease.stores.fences import FenceStore, Ticket, missing_fence, passes, refusal
+from celery_lease.stores.fences import (
+    FenceStore,
+    Ticket,
+    forbidden,
+    missing_fence,
+    passes,
+    refusal,
+)
 
 __all__ = ["guarded"]
 
@@ -40,9 +48,9 @@ _DIALECTS: dict[str, Dialect] = {
 class _Connection(Direct):
     """Django's connection, as the guard sees it."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, named_by: Engine) -> None:
         # No engine, and no pool: what was set on it is given back by :func:`guarded`.
-        super().__init__(_DIALECTS[connection.vendor], None)
+        super().__init__(_DIALECTS[connection.vendor], None, named_by)
         self.info = {}
         self._connection = connection
 
@@ -86,8 +94,14 @@ def guarded(
             f"the connection {using!r} is in a transaction that was begun before",
             name=ticket.lease,
         )
-    seen = _Connection(connection)
-    dbapi = seen.dbapi_connection
+    if connection.vendor not in _DIALECTS:
+        raise UnsafeTransaction(
+            f"the connection {using!r} is one to {connection.display_name}, where no lease can "
+            f"be kept: guard a connection to the lease database",
+            name=ticket.lease,
+        )
+    seen = _Connection(connection, store.engine)
+    dbapi: Any = None
     database = database_of(seen.dialect)
     passed = answered = False
     hooks: list[Any] = []
@@ -99,6 +113,7 @@ def guarded(
 
     try:
         with transaction.atomic(using=using, durable=True):
+            dbapi = seen.dbapi_connection  # Django may have made it anew just now.
             # The first of its hooks: an error of a later one is no answer to COMMIT.
             transaction.on_commit(answer, using=using)
             if idle is not None:
@@ -119,7 +134,7 @@ def guarded(
         connection.run_and_clear_commit_hooks()
     finally:
         # Where that one broke, Django may have made another by now, on which nothing was set.
-        if connection.connection is dbapi:
+        if dbapi is not None and connection.connection is dbapi:
             _give_back(connection, seen)
 
 
@@ -150,6 +165,8 @@ def _reason(
     """Return why the guard did not pass: neither no row nor a conflict is an answer."""
     driver = None if error is None else error.__cause__
     kind = None if driver is None else database_of(seen.dialect).classify(driver)
+    if driver is not None and kind is NotWritable:
+        return forbidden(ticket, store, database_of(seen.dialect), driver) or error or kind()
     if kind is SchemaMismatch:
         return missing_fence(ticket.lease, f"Django's database {seen.dialect.name}")
     try:

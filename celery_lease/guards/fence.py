@@ -238,6 +238,12 @@ class Unfenced:
         self, using: str = "default", *, final: bool = True, idle: float | None = None
     ) -> AbstractContextManager[Any]:
         """Open a plain Django transaction."""
-        from django.db import transaction
+        return _plain_atomic(using)
 
-        return transaction.atomic(using=using, durable=True)  # type: ignore[no-any-return]
+
+@contextmanager
+def _plain_atomic(using: str) -> Iterator[Any]:
+    from django.db import connections, transaction
+
+    with transaction.atomic(using=using, durable=True):
+        yield connections[using]

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session, SessionTransactionOrigin, scoped_session, se
 
 from celery_lease.errors import (
     FencingError,
+    NotWritable,
     SchemaMismatch,
     StoreContention,
     StoreError,
@@ -27,7 +28,15 @@ from celery_lease.errors import (
 )
 from celery_lease.settings import positive_duration
 from celery_lease.stores.dialects import Direct, database_of, masked, translated, within
-from celery_lease.stores.fences import FenceStore, Ticket, look, missing_fence, passes, refusal
+from celery_lease.stores.fences import (
+    FenceStore,
+    Ticket,
+    forbidden,
+    look,
+    missing_fence,
+    passes,
+    refusal,
+)
 
 __all__ = ["Guard", "guarded", "plain"]
 
@@ -185,6 +194,9 @@ class Guard:
                     return None
         except SchemaMismatch:
             return missing_fence(self.ticket.lease, masked(connection.engine.url))
+        except NotWritable as problem:
+            self._state = _State.OPEN
+            return self._forbidden(connection, problem) or problem
         except (StoreUnavailable, StoreContention) as problem:
             error = problem.__cause__ or problem
             if isinstance(problem, StoreUnavailable):
@@ -210,6 +222,13 @@ class Guard:
             return refusal(self.ticket, look(self._within(connection), self.ticket, shown))
         except FencingError as error:
             return error
+
+    def _forbidden(self, connection: sa.Connection, problem: NotWritable) -> BaseException | None:
+        """Return why it may not write, where that is for no reason that will pass."""
+        driver = getattr(problem.__cause__, "orig", None)
+        if driver is None:
+            return None
+        return forbidden(self.ticket, self._store, database_of(connection.dialect), driver)
 
     def _within(self, connection: sa.Connection) -> Direct:
         # The lease tables are called what the lease engine calls them, not the user's.

@@ -14,14 +14,18 @@ from celery_lease.errors import (
     AlreadySettled,
     FencingError,
     MissingFence,
+    NotWritable,
     SchemaMismatch,
     StaleEpoch,
+    StoreError,
     StoreUnavailable,
+    UnsafeTransaction,
 )
 from celery_lease.lease import Fence
 from celery_lease.occurrence import Occurrence, Outcome, RunState
 from celery_lease.settings import Settings
 from celery_lease.stores.dialects import (
+    Database,
     Direct,
     create_engine,
     database_of,
@@ -31,7 +35,16 @@ from celery_lease.stores.dialects import (
 )
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, run_table
 
-__all__ = ["FenceStore", "Standing", "Ticket", "look", "missing_fence", "passes", "refusal"]
+__all__ = [
+    "FenceStore",
+    "Standing",
+    "Ticket",
+    "forbidden",
+    "look",
+    "missing_fence",
+    "passes",
+    "refusal",
+]
 
 T = TypeVar("T")
 
@@ -259,6 +272,34 @@ def refusal(ticket: Ticket, standing: Standing) -> FencingError | None:
     return StaleEpoch(stale, name=ticket.lease, epoch=ticket.epoch, current_epoch=standing.epoch)
 
 
+def forbidden(
+    ticket: Ticket, store: FenceStore, database: Database, driver: BaseException
+) -> UnsafeTransaction | None:
+    """Return what a guard is told that may not write; None where others may not, either.
+
+    Waiting helps where a server was demoted, and not where the role lacks a privilege, or
+    where the transaction itself is read-only.
+
+    Args:
+        ticket: What was shown.
+        store: The lease database, as this package connects to it.
+        database: The kind of database that turned the guard away.
+        driver: The driver's error.
+    """
+    if database.classify(driver) is not NotWritable:
+        return None
+    try:
+        if not database.is_forbidden(driver) and store.is_read_only():
+            return None
+    except StoreError:
+        return None
+    return UnsafeTransaction(
+        f"the guard may not write in this transaction ({driver}): its role needs the workers' "
+        f"privileges (docs, 'Grants'), and it must not be read-only",
+        name=ticket.lease,
+    )
+
+
 def missing_fence(lease: str, shown: str) -> MissingFence:
     """Return the error for a database that knows nothing of the lease.
 
@@ -332,9 +373,12 @@ class FenceStore:
 
     def _create(self) -> sa.Engine:
         # Instead of a ping ahead of each statement, each is tried twice.
+        options = self._options
+        if "pool" not in options:
+            options = {"pool_pre_ping": False, **options}
         return create_engine(
             self._url,
-            {"pool_pre_ping": False, **self._options},
+            options,
             lock_wait=self._lock_wait,
             statement_wait=self._statement_wait,
             autocommit=True,
@@ -417,6 +461,16 @@ class FenceStore:
                 return connection.execute(_REFUSE, values).rowcount == 1
 
         return _twice(mark)
+
+    def is_read_only(self) -> bool:
+        """Return whether nobody can write there now, whatever this or that role may.
+
+        Raises:
+            StoreError: The database did not answer.
+        """
+        engine = self.engine
+        with translated_own(engine), engine.connect() as connection:
+            return database_of(engine.dialect).read_only(connection) is not None
 
     @contextmanager
     def _statement(self) -> Iterator[Direct]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -18,10 +18,13 @@ from celery_lease.errors import (
     StaleEpoch,
     UnsafeTransaction,
 )
-from celery_lease.guards.fence import Unfenced
+from celery_lease.guards.fence import TaskFence, Unfenced
+from celery_lease.stores.fences import FenceStore
+from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
+from tests.leases import NAME, grant, ticket
 from tests.services import COMMIT, TCPProxy, Verdict, cut_before, lose_answer
 
 pytest.importorskip("django_celery_beat")
@@ -66,6 +69,13 @@ class Counter:
 def counter(database_url: str) -> Iterator[Counter]:
     """A desk whose database Django knows too."""
     with _counter(database_url, sa.make_url(database_url)) as made:
+        yield made
+
+
+@pytest.fixture
+def server_counter(server_url: str) -> Iterator[Counter]:
+    """A desk on a server, which can limit how long a transaction is idle."""
+    with _counter(server_url, sa.make_url(server_url)) as made:
         yield made
 
 
@@ -364,26 +374,79 @@ def test_an_idle_limit_that_is_none_is_refused(counter: Counter) -> None:
 
 def test_an_unfenced_call_opens_a_plain_transaction(counter: Counter) -> None:
     """Called by hand."""
-    with Unfenced().atomic(counter.alias):
+    with Unfenced().atomic(counter.alias) as connection:
+        assert connection is counter.connection
         counter.write(1)
     assert counter.desk.notes() == [1]
 
 
-def test_the_limit_goes_when_the_block_is_over(counter: Counter) -> None:
-    """Django keeps the connection for the user's next transaction."""
-    variables = {
+@pytest.mark.postgresql
+def test_the_tables_are_found_in_a_schema_of_their_own(postgresql_url: str) -> None:
+    """Where ``beat_lease_engine_options`` says so, as on SQLAlchemy's connections."""
+    options = {"execution_options": {"schema_translate_map": {None: "own"}}}
+    store = SQLLeaseStore(postgresql_url, options)
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("CREATE SCHEMA own")
+    store.prepare(create=True)
+    store.ensure(NAME)
+    store.raise_fence(term := grant(store))
+    with _counter(postgresql_url, sa.make_url(postgresql_url)) as counter:
+        fences = FenceStore(postgresql_url, options)
+        fence = TaskFence(shown := ticket(term, "x"), fences, fences.look(shown))
+        with fence.atomic(counter.alias):
+            counter.write(1)
+        assert counter.desk.notes() == [1]
+        fences.dispose()
+    store.dispose()
+
+
+def test_a_database_where_no_lease_can_be_kept_is_refused(counter: Counter) -> None:
+    """Its rows would be guarded by nothing."""
+    counter.connection.vendor = "oracle"
+    with (
+        pytest.raises(UnsafeTransaction, match="no lease can be kept"),
+        counter.desk.fence().atomic(counter.alias),
+    ):
+        counter.write(1)
+    del counter.connection.vendor
+    assert counter.desk.notes() == []
+
+
+def test_the_limit_goes_on_a_connection_that_a_health_check_replaced(
+    server_counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Django makes it anew as the block begins; it stays for the user's next transactions."""
+    counter = server_counter
+    limit = _limit_of(counter)
+    before = limit()
+    monkeypatch.setattr(counter.connection, "health_check_enabled", True)
+    monkeypatch.setattr(counter.connection, "health_check_done", False)
+    monkeypatch.setattr(counter.connection, "is_usable", lambda: False)
+    with counter.desk.fence().atomic(counter.alias, idle=7):
+        counter.write(1)
+    monkeypatch.undo()
+    assert limit() == before
+
+
+def _limit_of(counter: Counter) -> Callable[[], str]:
+    """Return what tells the idle limit that Django's connection has now."""
+    variable = {
         "postgresql": "SELECT current_setting('idle_in_transaction_session_timeout')",
         "mysql": "SELECT @@idle_transaction_timeout",
-    }
-    variable = variables.get(counter.connection.vendor)
-    if variable is None:
-        pytest.skip("SQLite has no server")
+    }[counter.connection.vendor]
 
     def limit() -> str:
         with counter.connection.cursor() as cursor:
             cursor.execute(variable)
             return str(cursor.fetchone()[0])
 
+    return limit
+
+
+def test_the_limit_goes_when_the_block_is_over(server_counter: Counter) -> None:
+    """Django keeps the connection for the user's next transaction."""
+    counter = server_counter
+    limit = _limit_of(counter)
     before = limit()
     with counter.desk.fence().atomic(counter.alias, idle=7):
         assert limit() in ("7s", "7")

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from celery_lease import canary
-from celery_lease.errors import NotWritable, StaleEpoch
+from celery_lease.errors import NotWritable, StaleEpoch, UnsafeTransaction
 from celery_lease.guards.sqlalchemy import Guard, guarded
 from celery_lease.occurrence import Run, run_id
 from celery_lease.stores import ddl
@@ -175,6 +175,42 @@ def test_a_worker_is_refused_as_stale_and_not_for_its_rights(roles):
         guard = Guard(ticket(old, "a"), fences, final=True)
         with pytest.raises(StaleEpoch), guarded(engine, guard):
             pass
+
+
+def test_a_guard_that_lacks_a_privilege_says_so_for_good(roles):
+    """Tried later, its task would run again and again, each minute, for one forgotten grant."""
+    with opened(roles.owner) as store, worker(roles) as fences:
+        store.raise_fence(term := grant(store))
+        name = sa.make_url(roles.worker).username
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql(f"REVOKE INSERT ON celery_lease_commit FROM {name}")
+        guard = Guard(ticket(term, "a"), fences, final=True)
+        with (
+            workers_own(roles) as engine,
+            pytest.raises(UnsafeTransaction, match="Grants"),
+            guarded(engine, guard),
+        ):
+            pass
+
+
+def test_a_transaction_that_the_user_made_read_only_says_so_for_good(server_url):
+    """Others may write there: waiting does not help."""
+    fences, engine = FenceStore(server_url), sa.create_engine(server_url)
+    with opened(server_url) as store:
+        store.raise_fence(term := grant(store))
+        guard = Guard(ticket(term, "a"), fences, final=True)
+        with engine.connect() as connection:
+            connection.exec_driver_sql(
+                "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY"
+                if engine.dialect.name == "postgresql"
+                else "SET SESSION TRANSACTION READ ONLY"
+            )
+            connection.commit()
+            with pytest.raises(UnsafeTransaction, match="read-only"), guarded(connection, guard):
+                connection.execute(sa.text("SELECT 1"))
+            connection.invalidate()
+    engine.dispose()
+    fences.dispose()
 
 
 FORBIDDEN = {

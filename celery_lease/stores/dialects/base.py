@@ -89,6 +89,14 @@ class Database:
         """Return the kind of a driver's error; None if it is none of ours."""
         return None
 
+    def is_outdated(self, orig: BaseException) -> bool:
+        """Return whether what a connection remembers of the tables makes it useless."""
+        return False
+
+    def is_forbidden(self, orig: BaseException) -> bool:
+        """Return whether a driver's error is about privileges, which waiting does not mend."""
+        return False
+
     # --- the guard ----------------------------------------------------------------------
 
     def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:

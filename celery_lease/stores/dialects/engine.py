@@ -27,6 +27,9 @@ _DATABASES: Mapping[str, Database] = {
 #: The extra that installs a driver, and the driver.
 _DRIVERS = {"postgresql": ("postgresql", "psycopg"), "mysql": ("mysql", "pymysql")}
 
+#: Options that would change what a statement of ours does.
+_OURS = ("isolation_level", "stream_results")
+
 _EXAMPLES = "postgresql+psycopg://…, mysql+pymysql://… or sqlite:////absolute/path"
 
 
@@ -88,13 +91,14 @@ def create_engine(
         ConfigurationError: The URL, its driver or the options cannot be used.
     """
     parsed, database = _parse(url)
-    given = (options, options.get("execution_options") or {})
-    if any("isolation_level" in each for each in given):
-        raise ConfigurationError(
-            "beat_lease_engine_options: isolation_level is not yours to choose, the store's "
-            "statements rely on their own; remove it",
-            setting="beat_lease_engine_options",
-        )
+    given = {**options, **(options.get("execution_options") or {})}
+    for name in _OURS:
+        if name in given:
+            raise ConfigurationError(
+                f"beat_lease_engine_options: {name} is not yours to choose, the store's "
+                f"statements rely on their own; remove it",
+                setting="beat_lease_engine_options",
+            )
     arguments = database.engine_arguments(lock_wait, statement_wait)
     if autocommit:
         arguments["isolation_level"] = "AUTOCOMMIT"
@@ -102,7 +106,9 @@ def create_engine(
     ours = arguments.pop("connect_args", {})
     ours = {key: value for key, value in ours.items() if key not in parsed.query}
     connect_args = {**ours, **(options.get("connect_args") or {})}
-    arguments = {"pool_pre_ping": True, **arguments, **options, "connect_args": connect_args}
+    if "pool" not in options:  # SQLAlchemy asks a finished pool for its own settings.
+        arguments["pool_pre_ping"] = True
+    arguments = {**arguments, **options, "connect_args": connect_args}
     try:
         engine = sa.create_engine(parsed, **arguments)
     except ImportError as error:

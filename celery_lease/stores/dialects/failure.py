@@ -42,16 +42,19 @@ def translated(engine: sa.Engine) -> Iterator[None]:
 
 @contextmanager
 def translated_own(engine: sa.Engine) -> Iterator[None]:
-    """Do the same for an engine of our own, and drop its connections if one was read-only.
+    """Do the same for an engine of our own, and drop connections that will be no better.
 
     A session can stay read-only when its server is not any more, and stays with a primary
-    that was demoted: the next try has to make a new one.
+    that was demoted; another remembers tables as they were. The next try makes a new one.
     """
     try:
         with translated(engine):
             yield
-    except NotWritable:
-        engine.dispose()
+    except StoreError as error:
+        orig = getattr(error.__cause__, "orig", None)
+        outdated = orig is not None and database_of(engine.dialect).is_outdated(orig)
+        if outdated or isinstance(error, NotWritable):
+            engine.dispose()
         raise
 
 

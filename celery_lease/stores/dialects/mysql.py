@@ -36,11 +36,14 @@ __all__ = ["MySQL"]
 
 _NAMES = ("mysql", "mariadb")
 
+_PRIVILEGES = {1142, 1143, 1227}
+
 _KINDS: dict[type[StoreError], set[int]] = {
     # Lock wait timeout, deadlock, snapshot overtaken, NOWAIT, too many active transactions.
     StoreContention: {1205, 1213, 1020, 3572, 1637},
-    # --read-only, a read-only transaction, engine or database, privileges.
-    NotWritable: {1290, 1792, 1836, 1142, 1143, 1227},
+    # --read-only, a read-only transaction, engine or database, a log that takes statements
+    # of other isolation levels only, privileges.
+    NotWritable: {1290, 1792, 1836, 1665, *_PRIVILEGES},
     # No such table, no such column.
     SchemaMismatch: {1146, 1054},
     # Who may come in, and how many; the server ends; packets; killed; the client's own.
@@ -170,6 +173,10 @@ class MySQL(Database):
         """Go by the error number."""
         number = _number(orig)
         return next((kind for kind, numbers in _KINDS.items() if number in numbers), None)
+
+    def is_forbidden(self, orig: BaseException) -> bool:
+        """Go by the error number."""
+        return _number(orig) in _PRIVILEGES
 
     def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Set the idle limit of this connection, then insert the commit row."""

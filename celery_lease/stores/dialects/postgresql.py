@@ -38,6 +38,9 @@ __all__ = ["PostgreSQL"]
 #: Any number that nobody else is likely to take an advisory lock on.
 _SCHEMA_LOCK = 7163915846170451
 
+#: "cached plan must not change result type", until the connection is a new one.
+_OUTDATED = "0A000"
+
 _IDLE = "idle_in_transaction_session_timeout"
 
 
@@ -108,6 +111,8 @@ class PostgreSQL(OnConflict):
             "statement_timeout": _ms(statement_wait),
             _IDLE: _ms(2 * statement_wait),
             "synchronous_commit": "on",
+            # Of statements that commit by themselves too: SQLAlchemy sets it for a BEGIN.
+            "default_transaction_isolation": "read committed",
             # The one style whose times psycopg reads.
             "datestyle": "ISO",
         }
@@ -152,7 +157,9 @@ class PostgreSQL(OnConflict):
         ).scalars()
         found = [Weakness(True, f"{table} is UNLOGGED: a crash empties it") for table in unlogged]
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
-            value = connection.execute(sa.select(sa.func.current_setting(setting))).scalar()
+            # What the user's own sessions begin with: ours has set some of them.
+            query = sa.text("SELECT reset_val FROM pg_settings WHERE name = :name")
+            value = connection.execute(query, {"name": setting}).scalar()
             if value == "off":
                 found.append(Weakness(False, f"{setting} = off: a crash can lose commits"))
         return found
@@ -172,9 +179,17 @@ class PostgreSQL(OnConflict):
             return NotWritable
         if state in ("42P01", "42703", "3F000"):
             return SchemaMismatch
-        if state[:2] in ("08", "53", "57", "28", "3D") or state == "25P03":
+        if state[:2] in ("08", "53", "57", "28", "3D") or state in ("25P03", _OUTDATED):
             return StoreUnavailable
         return None
+
+    def is_outdated(self, orig: BaseException) -> bool:
+        """Know a plan that was made before a column changed its type."""
+        return getattr(orig, "sqlstate", None) == _OUTDATED
+
+    def is_forbidden(self, orig: BaseException) -> bool:
+        """Go by SQLSTATE."""
+        return (getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)) == "42501"
 
     def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Insert the commit row, with the idle limit set in the same statement."""
