@@ -32,6 +32,7 @@ from celery_lease.errors import (
     NotWritable,
     StaleEpoch,
     StoreContention,
+    StoreError,
     StoreUnavailable,
     UnsafeTransaction,
 )
@@ -276,7 +277,8 @@ class FencedTask(_Task):
         ticket = ticket_of(stamp, request.id)
         try:
             standing = self._patiently(lambda: store.look(ticket))
-        except _AWAY as error:
+        except StoreError as error:
+            # Whatever it is: nothing of the user's has run, so there is no outcome yet.
             try_later(self, request, error)
         refused = refusal(ticket, standing)
         if refused is not None:

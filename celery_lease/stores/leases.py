@@ -59,11 +59,19 @@ class SQLLeaseStore(Repair):
         # SQLite would make the file, for a mere look and for a typing error.
         absent = file is not None and not create and not file.exists()
         found = None if absent else self._retried(self._version)
-        if found is None and create:
+        if create and (found is None or self._retried(self._lacking)):
             self._retried(self._create)
             found = self._retried(self._version)
         if found != SCHEMA_VERSION:
             raise SchemaMismatch(self._mismatch(found), found=found, expected=SCHEMA_VERSION)
+        lacking = self._retried(self._lacking)
+        if lacking:
+            raise SchemaMismatch(
+                f"{', '.join(lacking)} in {self.shown}: missing, or not as this package makes "
+                f"it; run 'celery lease init'",
+                found=found,
+                expected=SCHEMA_VERSION,
+            )
         if write:
             self._retried(self._check_writable)
 
@@ -73,6 +81,19 @@ class SQLLeaseStore(Repair):
                 return connection.execute(sa.select(schema_table.c.version)).scalar()
         except SchemaMismatch:
             return None
+
+    def _lacking(self) -> list[str]:
+        """Return the tables that are not there, as where one of them was dropped."""
+        found = []
+        for table in metadata.sorted_tables:
+            try:
+                with self._statement() as connection:
+                    connection.execute(sa.select(table).where(sa.false()))
+            except SchemaMismatch:
+                found.append(table.name)
+            except NotWritable:
+                pass  # There, and not for this role to read.
+        return found
 
     def _create(self) -> None:
         with self._translated(), self.database.schema_lock(self.engine) as connection:

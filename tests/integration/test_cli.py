@@ -334,6 +334,11 @@ WRONG = {
         "beat_lease_engine_options",
         "remove it",
     ),
+    "streams": (
+        {"beat_lease_engine_options": {"execution_options": {"stream_results": True}}},
+        "stream_results",
+        "remove it",
+    ),
     "in shared memory": (
         {"beat_lease_url": "sqlite:///file::memory:?cache=shared&uri=true"},
         "beat_lease_url",
@@ -542,6 +547,18 @@ def test_an_unlogged_table_is_found(postgresql_url):
     assert status == 1
     assert found["epochs survive a crash"]["status"] == "failed"
     assert "celery_lease is UNLOGGED" in found["epochs survive a crash"]["detail"]
+
+
+@pytest.mark.postgresql
+def test_commits_that_do_not_wait_for_the_disk_are_found(postgresql, postgresql_url):
+    """Our own session always waits; what guarded transactions do is the database's to say."""
+    name = sa.make_url(postgresql_url).database
+    with opened(postgresql_url):
+        postgresql.execute(f"ALTER DATABASE {name} SET synchronous_commit = off")
+
+    _, found = check(postgresql_url)
+
+    assert "synchronous_commit = off" in found["epochs survive a crash"]["detail"]
 
 
 @pytest.mark.mariadb

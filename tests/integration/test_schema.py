@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import sqlalchemy as sa
 
 import celery_lease
+from celery_lease.errors import SchemaMismatch
 from celery_lease.lease import Term
 from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.guarded import guarded
@@ -63,6 +65,20 @@ def test_half_made_tables_are_completed(database_url):
 
     with opened(database_url) as store:
         assert grant(store).epoch == 1
+
+
+@pytest.mark.parametrize("table", sorted(metadata.tables))
+def test_a_table_that_was_dropped_is_missed_and_made_again(database_url, table):
+    """The version's row speaks for all of them, and may be the only thing that is left."""
+    with opened(database_url) as store:
+        metadata.tables[table].drop(store.engine)
+
+        with pytest.raises(SchemaMismatch, match="celery lease init") as told:
+            store.prepare(create=False)
+        assert table in str(told.value) or table == "celery_lease_schema"
+
+        store.prepare(create=True)
+        store.prepare(create=False)
 
 
 def test_indexes_that_a_broken_start_left_out_are_made(database_url):
@@ -124,6 +140,61 @@ def test_what_is_wrong_with_tables_in_a_schema_of_their_own_is_found(postgresql_
         each.text for each in probe.weaknesses() if each.certain
     ]
     probe.dispose()
+
+
+@pytest.mark.postgresql
+def test_our_statements_run_at_our_level_whatever_the_database_prefers(postgresql, postgresql_url):
+    """At SERIALIZABLE, reads of ours would make users' current tasks fail."""
+    name = sa.make_url(postgresql_url).database
+    postgresql.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+    level = sa.text("SHOW transaction_isolation")
+    fences = FenceStore(postgresql_url)
+    with opened(postgresql_url) as store, store.engine.connect() as connection:
+        assert connection.scalar(level) == "read committed"
+        connection.rollback()
+        single = connection.execution_options(isolation_level="AUTOCOMMIT")
+        assert single.scalar(level) == "read committed"
+    with fences.engine.connect() as connection:
+        assert connection.scalar(level) == "read committed"
+    fences.dispose()
+
+
+@pytest.mark.postgresql
+def test_a_column_that_changed_its_type_costs_a_connection_and_no_task(
+    postgresql_url: str,
+):
+    """A plan that was prepared before is of no use any more, as after an online migration."""
+    fences = FenceStore(postgresql_url)
+    with opened(postgresql_url) as store:
+        store.raise_fence(term := grant(store))
+        for _ in range(10):  # psycopg prepares what it has seen some times.
+            fences.look(ticket(term, "x"))
+        with store.engine.begin() as connection:
+            connection.exec_driver_sql("ALTER TABLE celery_lease_commit ALTER outcome TYPE text")
+        assert fences.look(ticket(term, "x")).current
+    fences.dispose()
+
+
+def test_a_pool_of_ones_own_is_taken(sqlite_url):
+    """SQLAlchemy takes no settings for a pool that is made already."""
+    options = {"pool": sa.create_engine(sqlite_url).pool}
+    store, fences = SQLLeaseStore(sqlite_url, options), FenceStore(sqlite_url, options)
+    store.prepare(create=True)
+    store.ensure(NAME)
+    term = grant(store)
+    assert fences.look(ticket(term, "x")).epoch == 1
+    store.dispose()
+    fences.dispose()
+
+
+def test_where_sqlite_has_no_wal_nobody_waits_for_it(tmp_path, monkeypatch):
+    """Some network file systems have none, and say so at once."""
+    monkeypatch.setattr("celery_lease.stores.dialects.sqlite._INSISTENCE", 0.05)
+    url = f"sqlite:///file:{tmp_path / 'lease.sqlite3'}?vfs=unix-dotfile&uri=true"
+    began = time.monotonic()
+    with opened(url) as store:
+        grant(store)
+    assert time.monotonic() - began < 30
 
 
 # --- plans --------------------------------------------------------------------------------

@@ -777,6 +777,32 @@ def test_a_database_that_is_away_postpones_the_message(
     assert workshop.app.AsyncResult(result.id).get() == "hello"
 
 
+def test_no_error_of_the_database_before_the_body_is_an_outcome(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: settled as failed, the run would never be sent again."""
+    monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
+    store = fence_store(workshop.app)
+    real, odd = store.look, [True]
+
+    def failing(*args: Any) -> Any:
+        if odd:
+            odd.pop()
+            raise StoreError("nobody has seen this before")
+        return real(*args)
+
+    monkeypatch.setattr(store, "look", failing)
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        pass
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(write)
+        assert workshop.wait(result.id, times=2) == "SUCCESS"
+    assert workshop.lease.outcome(result.id) == "committed"
+
+
 def test_a_short_absence_is_waited_for(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
