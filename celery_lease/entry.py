@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from celery.beat import ScheduleEntry
 from celery.schedules import crontab
+from celery.schedules import schedule as celery_interval
 
 from celery_lease.errors import ConfigurationError
 from celery_lease.occurrence import Misfire, MisfirePolicy, storable
@@ -84,6 +85,8 @@ def deadline_of(entry: Any, deadline: float | None) -> float | None:
 
 #: Characters that the database keeps of an entry's name.
 LONGEST_NAME = 255
+#: Seconds between two occurrences that nobody lives to see.
+LONGEST_INTERVAL = 1000 * 365 * 86400.0
 #: A clock without a zone counts as UTC where it is no further from it than this.
 NEAR = timedelta(minutes=1)
 #: Of an entry that asks for nothing: one for all of them.
@@ -118,6 +121,7 @@ class LeasedEntry(ScheduleEntry):
         given = {key: kwargs.pop(key) for key in _KEYS if key in kwargs}
         if name is not None:
             _check_name(name)
+            _check_task(name, task, kwargs.get("options"))
             _check_schedule(name, schedule)
         try:
             super().__init__(name, task, last_run_at, total_run_count, schedule, *args, **kwargs)
@@ -197,6 +201,26 @@ def _check_keys(name: str | None, given: Mapping[str, Any]) -> None:
     )
 
 
+def _check_task(name: str, task: Any, options: Any) -> None:
+    """Refuse what no message can be made of, at each of its times.
+
+    Raises:
+        ConfigurationError: The task is no name, or the options are no dict.
+    """
+    if not isinstance(task, str) or not task:
+        setting = f"beat_schedule[{name!r}]['task']"
+        raise ConfigurationError(
+            f"{setting} = {task!r} is not the name of a task; give its name",
+            setting=setting,
+        )
+    if options is not None and not isinstance(options, Mapping):
+        setting = f"beat_schedule[{name!r}]['options']"
+        raise ConfigurationError(
+            f"{setting} = {options!r} is not a dict; give options of apply_async by their names",
+            setting=setting,
+        )
+
+
 def _check_schedule(name: str, schedule: Any) -> None:
     """Refuse what is no schedule, some of which Celery takes until it is due.
 
@@ -204,7 +228,18 @@ def _check_schedule(name: str, schedule: Any) -> None:
         ConfigurationError: It is none.
     """
     # Celery makes an interval of a number.
-    if isinstance(schedule, (int, float, timedelta)):
+    interval: Any = schedule
+    if type(schedule) is celery_interval:
+        interval = getattr(schedule, "run_every", None)
+    if isinstance(interval, (int, float, timedelta)):
+        seconds = interval.total_seconds() if isinstance(interval, timedelta) else interval
+        if not 0 < seconds < LONGEST_INTERVAL:
+            setting = f"beat_schedule[{name!r}]['schedule']"
+            raise ConfigurationError(
+                f"{setting} = {schedule!r} is no interval that comes round; give seconds or a "
+                f"timedelta above 0 and below a thousand years",
+                setting=setting,
+            )
         return
     if isinstance(schedule, type) or not hasattr(schedule, "is_due"):
         setting = f"beat_schedule[{name!r}]['schedule']"

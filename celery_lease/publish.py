@@ -226,8 +226,9 @@ class Publisher:
 def said(error: BaseException) -> str:
     """Return an error in words, one line of them, that every log and every database takes."""
     cause = _cause(error)
-    lines = str(cause).splitlines() or [""]
-    return storable(f"{type(cause).__name__}: {lines[0]}")
+    # SQLAlchemy goes on with its statement, and with what may be a message's arguments.
+    text = str(cause).partition("\n[SQL:")[0]
+    return storable(f"{type(cause).__name__}: {text}")
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from celery.beat import BeatLazyFunc, EmbeddedService, ScheduleEntry, Scheduler, Service
 from celery.result import assert_will_not_block
 from celery.schedules import crontab
+from celery.schedules import schedule as interval
 
 from celery_lease import leading, recovery
 from celery_lease.errors import StoreContention, StoreUnavailable
@@ -986,6 +987,15 @@ def _no_clock():
         ({"task": "t", "schedule": 60.0, "missfire": "all"}, "['missfire'] is not a key"),
         ({"task": "t", "schedule": "*/5 * * * *"}, "['schedule'] = '*/5 * * * *' is not a sch"),
         ({"task": "t"}, "['schedule'] = None is not a schedule"),
+        ({"task": "t", "schedule": 0}, "['schedule'] = 0 is no interval that comes round"),
+        ({"task": "t", "schedule": -1.0}, "['schedule'] = -1.0 is no interval"),
+        ({"task": "t", "schedule": float("nan")}, "['schedule'] = nan is no interval"),
+        ({"task": "t", "schedule": float("inf")}, "['schedule'] = inf is no interval"),
+        ({"task": "t", "schedule": interval(0)}, "['schedule'] = <freq: "),
+        ({"task": "t", "schedule": timedelta.max}, "['schedule'] = datetime.timedelta(days=9"),
+        ({"schedule": 60.0}, "['task'] = None is not the name of a task"),
+        ({"task": object, "schedule": 60.0}, "['task'] = <class 'object'> is not the name"),
+        ({"task": "t", "schedule": 60.0, "options": ["x"]}, "['options'] = ['x'] is not a dict"),
         ({"task": "t", "schedule": crontab(nowfun=_no_clock)}, ": OSError: ntp: no answer"),
         ("*/5 * * * *", ": ValueError: "),
     ],
