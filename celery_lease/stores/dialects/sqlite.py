@@ -32,7 +32,7 @@ from celery_lease.stores.dialects.base import (
     is_current,
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
-from celery_lease.stores.dialects.direct import Direct
+from celery_lease.stores.dialects.direct import Direct, within
 from celery_lease.stores.schema import commit_table, fence_table, lease_table
 
 __all__ = ["SQLite"]
@@ -170,7 +170,7 @@ class SQLite(OnConflict):
         """
         dbapi: Any = connection.connection.dbapi_connection
         if not dbapi.in_transaction and _NO_BEGIN.match(statement) is None:
-            dbapi.execute("BEGIN IMMEDIATE").close()
+            within(connection).unseen("BEGIN IMMEDIATE")
 
     def autocommits(self, dbapi: Any) -> bool:
         """Look for an open transaction: isolation_level None may mean explicit BEGINs."""
