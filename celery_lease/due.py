@@ -183,12 +183,12 @@ def _after(schedule: Any, last: datetime) -> datetime:
     if clone is not schedule:
         if hasattr(clone, "remaining_estimate"):
             with suppress(NotImplementedError):
-                due: datetime = last + clone.remaining_estimate(local)
+                due: datetime = last + _some(clone.remaining_estimate(local), schedule, last)
                 return due
         # Of a schedule of the user's own Celery asks no more than this.
         is_due, seconds = clone.is_due(local)
         if not is_due:
-            return last + timedelta(seconds=seconds)
+            return last + timedelta(seconds=_some(seconds, schedule, last))
     # At the very instant at which it ran? Then it goes by another clock than Celery's.
     return _asked(schedule, local)
 
@@ -197,5 +197,13 @@ def _asked(schedule: Any, last: datetime) -> datetime:
     """Return when ``is_due()`` says, counted from now."""
     due, seconds = schedule.is_due(last)
     now = datetime.now(timezone.utc)
-    later = timedelta(seconds=seconds)
-    return max(now, last + later) if due else now + later
+    if due:
+        return max(now, last + timedelta(seconds=seconds or 0))
+    return now + timedelta(seconds=_some(seconds, schedule, last))
+
+
+def _some(left: Any, schedule: Any, last: datetime) -> Any:
+    """Return what is left until the next occurrence; a schedule that has ended says None."""
+    if left is None:
+        raise Ended(f"{schedule!r} has none after {last.isoformat()}")
+    return left

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import Any
 
 from celery_lease.agenda import aware
 from celery_lease.dispatch import Dispatcher, fields
-from celery_lease.due import due_at, missed
+from celery_lease.due import Ended, due_at, missed
 from celery_lease.entry import PLAIN
 from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
@@ -203,19 +203,36 @@ class LeasedSends(LeaseParts):
 
     def _run_of(self, entry: Any, term: Term) -> Run:
         """Return the run for the occurrence that a scheduler found due."""
-        due = now = self.now()
-        last = entry.last_run_at
-        if last is not None:
-            with suppress(ValueError):  # a schedule of one occurrence, which has passed
-                first = due_at(entry.schedule, aware(last))
-                if first <= now:
-                    due = missed(entry.schedule, first, now, 1).newest[-1]
+        due = self._due_of(entry, self.now())
         return Run(
             id=run_id(term.name, entry.name, due),
             entry=entry.name,
             due_at=due,
             fenced=self.is_fenced(entry),
         )
+
+    def _due_of(self, entry: Any, now: datetime) -> datetime:
+        """Return when an entry was due that its scheduler says is due; in doubt, now."""
+        if entry.last_run_at is None:
+            return now
+        try:
+            first = due_at(entry.schedule, aware(entry.last_run_at))
+            return missed(entry.schedule, first, now, 1).newest[-1] if first <= now else now
+        except Ended:
+            return now
+        except Exception as error:  # noqa: BLE001 - a user's schedule may raise anything
+            logger.warning(
+                "lease %r: when %r was due cannot be told (%s); it counts as due now",
+                self.settings.name,
+                entry.name,
+                said(error),
+                extra={
+                    "action": "due-not-told",
+                    "lease_name": self.settings.name,
+                    "lease_entry": entry.name,
+                },
+            )
+            return now
 
     def _flush(self, term: Term, runs: Sequence[Run]) -> Flushed:
         """Flush, and return what became of it.

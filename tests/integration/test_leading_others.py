@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+from celery import schedules
 from celery.beat import PersistentScheduler, Scheduler
 
 from celery_lease.errors import StoreUnavailable
@@ -379,6 +380,41 @@ def test_a_leader_writes_its_state_before_it_releases(cluster):
     beat.close()
 
     assert stored[-1] is True
+
+
+class Ending(schedules.BaseSchedule):
+    """Is due once, and then says None, as redbeat's rrule does where its count is reached."""
+
+    def remaining_estimate(self, last_run_at):
+        return START - self.now() if last_run_at < START else None
+
+    def is_due(self, last_run_at):
+        left = self.remaining_estimate(last_run_at)
+        return schedules.schedstate(left is not None and left <= timedelta(0), 3600.0)
+
+
+class Failing(Ending):
+    """Has a bug in what Celery asks only to show it."""
+
+    def remaining_estimate(self, last_run_at):
+        raise KeyError("holidays")
+
+    def is_due(self, last_run_at):
+        return schedules.schedstate(last_run_at < START, 3600.0)
+
+
+@pytest.mark.parametrize("kind", [Ending, Failing])
+def test_what_a_led_scheduler_says_is_due_is_sent_whatever_its_schedule_raises(
+    cluster, caplog, kind
+):
+    """It has moved the entry on by then: the occurrence would be lost."""
+    due = {"entry": {"schedule": kind(), "last_run_at": START - timedelta(hours=1)}}
+
+    cluster.beat(due, cls=Stock).go(5)
+
+    assert cluster.runs("state") == [("published",)]
+    told = [each.action for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert told == (["due-not-told"] if kind is Failing else [])
 
 
 @pytest.fixture

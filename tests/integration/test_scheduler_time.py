@@ -495,6 +495,35 @@ def test_the_state_is_restored_in_the_schedules_zone(cluster):
     assert last.utcoffset() == timedelta(hours=5, minutes=30)
 
 
+class Twice(schedules.BaseSchedule):
+    """Fires twice, and then says None, as redbeat's rrule with a count does."""
+
+    def remaining_estimate(self, last_run_at):
+        dates = (START + timedelta(minutes=n) for n in (1, 2))
+        return next((each - self.now() for each in dates if each > last_run_at), None)
+
+    def is_due(self, last_run_at):
+        left = self.remaining_estimate(last_run_at)
+        if left is None:
+            return schedules.schedstate(False, None)
+        return schedules.schedstate(left <= timedelta(0), max(0.0, left.total_seconds()))
+
+
+def test_a_schedule_that_ends_fires_its_last_occurrence_and_is_at_rest(cluster, caplog):
+    """It is not a bad entry, about which the log would complain for ever."""
+    caplog.set_level("INFO")
+    series = Twice()
+    beat = cluster.beat({"series": {"schedule": series}})
+    series.nowfun = beat.now
+
+    for seconds in (61, 121, 181, 3600):
+        beat.at(seconds=seconds).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 2]
+    assert "'series' has no further occurrence" in caplog.text
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 # --- what is wrong ------------------------------------------------------------------------------
 
 

@@ -183,6 +183,54 @@ def test_a_schedule_of_one_occurrence_fires_it_and_ends():
         due_at(once, START)
 
 
+class Thrice(schedules.BaseSchedule):
+    """Fires three times, a minute apart, and then says None, as redbeat's rrule does."""
+
+    def remaining_estimate(self, last_run_at):
+        dates = (START + timedelta(minutes=n) for n in range(3))
+        return next((each - self.now() for each in dates if each > last_run_at), None)
+
+
+class ThriceIsDue(Thrice):
+    """The same, of which Celery knows ``is_due`` alone."""
+
+    def is_due(self, last_run_at):
+        left = Thrice.remaining_estimate(self, last_run_at)
+        if left is None:
+            return schedules.schedstate(False, None)
+        return schedules.schedstate(left <= timedelta(0), max(0.0, left.total_seconds()))
+
+    remaining_estimate = schedules.BaseSchedule.remaining_estimate
+
+
+@pytest.mark.parametrize("kind", [Thrice, ThriceIsDue])
+def test_a_schedule_that_ends_fires_its_last_occurrence(kind):
+    """That there is none after it is no error: the one that is due would be lost by it."""
+    schedule = kind(app=app_in("UTC"))
+    last = START + timedelta(minutes=2)
+
+    assert follow(schedule, START - timedelta(days=1), last - timedelta(seconds=1))[-1] < last
+    assert due_at(schedule, START + timedelta(minutes=1)) == last
+    assert missed(schedule, last, last + timedelta(seconds=1), 2).newest == (last,)
+    with pytest.raises(Ended, match="has none after"):
+        due_at(schedule, last)
+
+
+class Spent:
+    """Is never due again, and asks the system for the time."""
+
+    __slots__ = ()
+
+    def is_due(self, last_run_at):
+        return (False, None)
+
+
+def test_a_schedule_that_goes_by_another_clock_may_end_as_well():
+    """It is asked as it is, and says None as Celery lets it."""
+    with pytest.raises(Ended):
+        due_at(Spent(), START)
+
+
 class OwnClock:
     """Asks the system for the time, has one method, and keeps no attributes."""
 
