@@ -40,6 +40,9 @@ class LeasedDatabaseScheduler(LeaseMixin, DatabaseScheduler):  # type: ignore[mi
 
         The schedule has neither crontabs of another time of day nor one-off tasks that
         were sent.
+
+        Raises:
+            ValueError: The row cannot be read, so that the schedule leaves it out.
         """
         model = self.Model.objects.filter(name=name).first()
         if model is None or not (model.enabled or model.one_off):

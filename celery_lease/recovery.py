@@ -37,7 +37,8 @@ class Recovery:
     Args:
         dispatcher: What sends.
         settings: Limits and durations.
-        find: Returns the entry of a name as it is now; None where there is none.
+        find: Returns the entry of a name as it is now; None where there is none. Where it
+            raises an error, that entry's runs stay as they are.
         is_fenced: Returns whether an entry's task is fenced.
         now: Returns the instant, in UTC.
         deadline: Celery's ``beat_cron_starting_deadline``, in seconds.
@@ -60,6 +61,10 @@ class Recovery:
         self._is_fenced = is_fenced
         self._now = now
         self._deadline = deadline
+        #: Runs that are left as they are, since their entries could not be read.
+        self._unread: set[str] = set()
+        #: Entries that the log was told of, as they cannot be read.
+        self._told: set[str] = set()
 
     def round(self, term: Term, *, own: bool) -> bool:
         """Do one bounded round: close what is settled, send again what was left.
@@ -75,12 +80,18 @@ class Recovery:
         closed = self._ledger.close_settled(term, limit=BATCH)
         waiting = {each.id for runs in self._dispatcher.waiting.values() for each in runs}
         # Where our own claims are among those found, so are the ones that wait here.
-        limit = BATCH + len(waiting) if own else BATCH
+        limit = BATCH + len(self._unread) + (len(waiting) if own else 0)
         found = self._ledger.to_recover(term, limit=limit, own=own)
-        left = [each for each in found if each.id not in waiting][:BATCH]
-        lost = self._lost(term, BATCH - len(left))
-        self._take_up(term, left + lost)
-        return len(left) + len(lost) >= BATCH or closed >= BATCH
+        left = [each for each in found if each.id not in waiting]
+        # What could not be read comes last: it must not hide the others.
+        left = sorted(left, key=lambda run: run.id in self._unread)[:BATCH]
+        left += self._lost(term, BATCH - len(left))
+        more = len(left) >= BATCH and any(each.id not in self._unread for each in left)
+        entries = self._entries_of(left)
+        unread = {each.id for each in found if each.id in self._unread}
+        self._unread = unread.union(each.id for each in left) - entries.keys()
+        self._take_up(term, left, entries)
+        return more or closed >= BATCH
 
     def _lost(self, term: Term, limit: int) -> list[Run]:
         """Return published runs whose worker seems to have died with them."""
@@ -109,7 +120,8 @@ class Recovery:
         for at in range(0, len(names), BATCH):
             some = names[at : at + BATCH]
             age = min(wishes[each] for each in some)
-            self._take_up(term, self._late(term, allowed, age=age, limit=BATCH, entries=some))
+            late = self._late(term, allowed, age=age, limit=BATCH, entries=some)
+            self._take_up(term, late, self._entries_of(late))
 
     def _late(
         self,
@@ -141,7 +153,11 @@ class Recovery:
 
     def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
         """Return how many seconds a message had, its countdown left out."""
-        entry = self._find(name)
+        try:
+            entry = self._find(name)
+        except Exception as error:  # noqa: BLE001 - whatever a scheduler's own store raises
+            self._tell_unread(name, error)
+            return 0.0
         countdown = (getattr(entry, "options", None) or {}).get("countdown") or 0
         return (now - published_at).total_seconds() - countdown if published_at else 0.0
 
@@ -153,18 +169,49 @@ class Recovery:
             return None
         return self._ending(run, entry)
 
-    def _take_up(self, term: Term, runs: Sequence[Run]) -> None:
-        """Decide about runs that were left, claim again those worth it, and send them."""
+    def _entries_of(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """Return the entries of runs as they are now, by the run's id, where they can be read."""
+        entries = {}
+        for run in runs:
+            try:
+                entries[run.id] = self._find(run.entry)
+            except Exception as error:  # noqa: BLE001 - whatever a scheduler's own store raises
+                self._tell_unread(run.entry, error)
+            else:
+                self._told.discard(run.entry)
+        return entries
+
+    def _tell_unread(self, name: str, error: Exception) -> None:
+        """Name an entry that stops no other: loudly once, until it could be read."""
+        logger.log(
+            logging.DEBUG if name in self._told else logging.ERROR,
+            "the entry %r cannot be read; its runs stay as they are until it can",
+            name,
+            exc_info=error,
+            extra={"action": "entry-unread", "lease_entry": name},
+        )
+        self._told.add(name)
+
+    def _take_up(self, term: Term, runs: Sequence[Run], entries: dict[str, Any]) -> None:
+        """Decide about runs that were left, claim again those worth it, and send them.
+
+        Args:
+            term: Our term.
+            runs: The runs.
+            entries: Their entries, by the run's id, those left out that cannot be read. What is
+                ours already waits for its entry then; of the others nothing is decided.
+        """
         ours: list[Run] = []
         again: list[Run] = []
-        found = {run.id: self._find(run.entry) for run in runs}
         for run in self._dispatcher.end_some(
-            term, runs, lambda run: self._ending(run, found[run.id])
+            term,
+            runs,
+            lambda run: self._ending(run, entries[run.id]) if run.id in entries else None,
         ):
             if (run.state, run.epoch, run.term) == (RunState.CLAIMED, term.epoch, term.uuid):
                 ours.append(run)
-            else:
-                again.append(replace(run, fenced=self._is_fenced(found[run.id])))
+            elif run.id in entries:
+                again.append(replace(run, fenced=self._is_fenced(entries[run.id])))
         got = self._ledger.reclaim(term, again)
         for run in again:
             if run.id in got:

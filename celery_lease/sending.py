@@ -57,6 +57,10 @@ class _Removed(LookupError):
     """An entry was removed while its run waited: there is nothing to send."""
 
 
+class _Unread(Exception):
+    """An entry cannot be read now: its run waits until it can."""
+
+
 class LeasedSends(LeaseParts):
     """The half of :class:`~celery_lease.leading.LeaseMixin` that sends."""
 
@@ -320,7 +324,10 @@ class LeasedSends(LeaseParts):
         if self._alone is not None:
             self.apply_async(self._alone, producer=producer, advance=False)
             return
-        entry = self.find(run.entry)
+        try:
+            entry = self.find(run.entry)
+        except Exception as error:
+            raise _Unread(f"the entry {run.entry!r} cannot be read: {said(error)}") from error
         if entry is None:
             raise _Removed(f"the entry {run.entry!r} was removed")
         # Once for each real send: Sentry's cron monitoring hooks in here.
@@ -347,7 +354,10 @@ class LeasedSends(LeaseParts):
             entry.options = given
 
     def find(self, name: str) -> Any:
-        """Return the entry of that name as it is now; None if there is none."""
+        """Return the entry of that name as it is now; None if there is none.
+
+        Where it cannot be read it raises an error, whatever that is: its runs wait.
+        """
         return self.schedule.get(name)
 
     def is_fenced(self, entry: Any) -> bool:

@@ -181,6 +181,48 @@ def test_a_run_whose_row_was_deleted_is_skipped(cluster, models):
     assert cluster.runs("state", "reason") == [("skipped", "entry removed")]
 
 
+def test_a_row_that_cannot_be_read_stops_no_other(cluster, models, caplog):
+    """The schedule leaves it out, but its run was claimed before, and is found by every leader."""
+    daily(models, "bad")
+    first = beat_of(cluster)
+    first.before_flush = no_broker
+    first.go()
+    models.PeriodicTask.objects.update(headers="{not json")
+    daily(models, "good")
+    cluster.depose()
+
+    second = beat_of(cluster).go()
+    second.elector.renewals += 1
+    second.go()
+    assert cluster.runs("entry", "state") == [("bad", "claimed"), ("good", "published")]
+    (told,) = [each for each in caplog.records if each.action == "entry-unread"]
+    assert (told.levelname, told.lease_entry) == ("ERROR", "bad")
+
+    models.PeriodicTask.objects.update(headers="{}")
+    second.elector.renewals += 1
+    second.go()
+    assert cluster.runs("entry", "state") == [("bad", "published"), ("good", "published")]
+
+
+def test_a_run_whose_row_cannot_be_read_any_more_waits_for_it(cluster, models):
+    """Under the leader that claimed it as under the next: nobody has decided against it."""
+    daily(models)
+    beat = beat_of(cluster)
+    beat.before_flush = no_broker
+    beat.go()
+    models.PeriodicTask.objects.update(headers="{not json")
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.go()
+    assert cluster.runs("state") == [("claimed",)]
+
+    models.PeriodicTask.objects.update(headers="{}")
+    beat.dispatcher._unmade.clear()
+    beat.go()
+
+    assert cluster.runs("state") == [("published",)]
+
+
 def kill_connection():
     """End Django's connection as a restarted database does: Django does not know yet."""
     from django.db import connection

@@ -6,13 +6,17 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+import sqlalchemy as sa
 from celery import schedules
 from celery.beat import PersistentScheduler, Scheduler
 
+from celery_lease import recovery
 from celery_lease.errors import StoreUnavailable
 from celery_lease.leading import LeaseMixin
+from celery_lease.occurrence import Run, run_id
 from celery_lease.scheduler import leased
 from celery_lease.signals import occurrence_skipped
+from celery_lease.stores.schema import run_table
 from tests.integration.beats import START, Cluster, no_broker
 from tests.services import wait_until
 
@@ -380,6 +384,77 @@ def test_a_leader_writes_its_state_before_it_releases(cluster):
     beat.close()
 
     assert stored[-1] is True
+
+
+class Picky(Stock):
+    """Cannot read its entry "bad"."""
+
+    mended = False
+
+    def find(self, name):
+        if name == "bad" and not self.mended:
+            raise KeyError("a column that is gone")
+        return super().find(name)
+
+
+def claim(beat, runs):
+    """Claim (entry, due in minutes after the start) as the beat's term."""
+    found = [
+        Run(id=run_id("celery", name, due), entry=name, due_at=due, fenced=True)
+        for name, minutes in runs
+        for due in [START + timedelta(minutes=minutes)]
+    ]
+    beat.dispatcher.ledger.claim(beat.elector.term, found)
+    return found
+
+
+def test_many_runs_of_an_entry_that_cannot_be_read_hide_no_other(cluster, caplog, monkeypatch):
+    """Rounds are bounded and begin with the oldest; and the turn comes after them."""
+    monkeypatch.setattr(recovery, "BATCH", 3)
+    far = {name: {"schedule": timedelta(days=3650)} for name in ("bad", "good")}
+    first = cluster.beat(far, cls=Stock).go(1)
+    claim(first, [("bad", each) for each in range(7)])
+    claim(first, [("good", each) for each in range(7, 14)])
+    cluster.depose()
+
+    second = cluster.beat(far, cls=Picky).go()
+    second.elector.renewals += 1
+    second.go()
+
+    states = cluster.runs("entry", "state", "epoch")
+    assert states == [("bad", "claimed", 1)] * 7 + [("good", "published", 2)] * 7
+    told = [each.levelname for each in caplog.records if each.action == "entry-unread"]
+    assert told == ["ERROR"]
+
+
+def test_a_claim_of_this_term_whose_entry_cannot_be_read_waits_for_it(cluster):
+    """No later round of the term would find it."""
+    far = {"bad": {"schedule": timedelta(days=3650)}}
+    beat = cluster.beat(far, cls=Picky).go(1)
+    claim(beat, [("bad", 0)])
+    beat._forget()  # as after any error of the lease database
+    beat.go(5)
+    assert cluster.runs("state") == [("claimed",)]
+
+    beat.mended = True
+    beat.dispatcher._unmade.clear()
+    beat.go(5)
+
+    assert cluster.runs("state") == [("published",)]
+
+
+def test_a_lost_run_whose_entry_cannot_be_read_hides_no_other(cluster):
+    """As of those that were left: it is lost yet when it can be read again."""
+    far = {name: {"schedule": timedelta(days=3650)} for name in ("bad", "good")}
+    first = cluster.beat(far, cls=Stock).go(1)
+    term = first.elector.term
+    first.dispatcher.send(term, claim(first, [("bad", 0), ("good", 1)]))
+    cluster.write(sa.update(run_table).values(published_at=START - timedelta(days=1)))
+    cluster.depose()
+
+    cluster.beat(far, cls=Picky).go()
+
+    assert cluster.runs("entry", "attempt") == [("bad", 1), ("good", 2)]
 
 
 class Ending(schedules.BaseSchedule):
