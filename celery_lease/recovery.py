@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from time import monotonic
 from typing import Any
 
 from celery_lease.clock import rising
@@ -27,6 +28,9 @@ logger = logging.getLogger("celery_lease.scheduler")
 MANY_ATTEMPTS = 3
 #: How many times longer a lost run is waited for, at most, than its first attempt was.
 LONGEST = 16
+#: Seconds after which an entry that cannot be read tells that none can, and for how long none is
+#: asked for then.
+SLOW, AWAY = 1.0, 10.0
 #: How many batches of unsettled runs one round looks through.
 PAGES = 10
 
@@ -65,6 +69,8 @@ class Recovery:
         self._unread: set[str] = set()
         #: Entries that the log was told of, as they cannot be read.
         self._told: set[str] = set()
+        #: Until when no entry is looked up, since their store seems to be away.
+        self._away_until = 0.0
 
     def round(self, term: Term, *, own: bool) -> bool:
         """Do one bounded round: close what is settled, send again what was left.
@@ -153,10 +159,8 @@ class Recovery:
 
     def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
         """Return how many seconds a message had, its countdown left out."""
-        try:
-            entry = self._find(name)
-        except Exception as error:  # noqa: BLE001 - whatever a scheduler's own store raises
-            self._tell_unread(name, error)
+        read, entry = self._read(name)
+        if not read:
             return 0.0
         countdown = (getattr(entry, "options", None) or {}).get("countdown") or 0
         return (now - published_at).total_seconds() - countdown if published_at else 0.0
@@ -171,15 +175,24 @@ class Recovery:
 
     def _entries_of(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Return the entries of runs as they are now, by the run's id, where they can be read."""
-        entries = {}
-        for run in runs:
-            try:
-                entries[run.id] = self._find(run.entry)
-            except Exception as error:  # noqa: BLE001 - whatever a scheduler's own store raises
-                self._tell_unread(run.entry, error)
-            else:
-                self._told.discard(run.entry)
-        return entries
+        found = {run.id: self._read(run.entry) for run in runs}
+        return {run_id: entry for run_id, (read, entry) in found.items() if read}
+
+    def _read(self, name: str) -> tuple[bool, Any]:
+        """Return whether an entry can be read, and the entry as it is now."""
+        began = monotonic()
+        if began < self._away_until:
+            return False, None
+        try:
+            entry = self._find(name)
+        except Exception as error:  # noqa: BLE001 - whatever a scheduler's own store raises
+            self._tell_unread(name, error)
+            if monotonic() - began > SLOW:
+                # It is not this entry: hundreds of time-outs would hold up the loop.
+                self._away_until = monotonic() + AWAY
+            return False, None
+        self._told.discard(name)
+        return True, entry
 
     def _tell_unread(self, name: str, error: Exception) -> None:
         """Name an entry that stops no other: loudly once, until it could be read."""

@@ -443,6 +443,25 @@ def test_a_claim_of_this_term_whose_entry_cannot_be_read_waits_for_it(cluster):
     assert cluster.runs("state") == [("published",)]
 
 
+def test_a_store_of_entries_that_hangs_is_not_asked_for_each_run(cluster, monkeypatch):
+    """Hundreds of time-outs would keep the loop away until the lease is lost."""
+    monkeypatch.setattr(recovery, "SLOW", -1.0)
+    far = {name: {"schedule": timedelta(days=3650)} for name in ("bad", "good")}
+    first = cluster.beat(far, cls=Stock).go(1)
+    claim(first, [("bad", 0), ("good", 1)])
+    cluster.depose()
+
+    second = cluster.beat(far, cls=Picky).go()
+    assert cluster.runs("state") == [("claimed",)] * 2
+
+    second.recovery._away_until = 0.0
+    second.mended = True
+    second.elector.renewals += 1
+    second.go()
+
+    assert cluster.runs("state") == [("published",)] * 2
+
+
 def test_a_lost_run_whose_entry_cannot_be_read_hides_no_other(cluster):
     """As of those that were left: it is lost yet when it can be read again."""
     far = {name: {"schedule": timedelta(days=3650)} for name in ("bad", "good")}
