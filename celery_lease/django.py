@@ -12,28 +12,23 @@ from django_celery_beat.schedulers import DatabaseScheduler
 
 from celery_lease.leading import LeaseMixin
 
-__all__ = ["LeasedDatabaseScheduler"]
+__all__ = ["DatabaseLeaseMixin", "LeasedDatabaseScheduler"]
 
 
-class LeasedDatabaseScheduler(LeaseMixin, DatabaseScheduler):  # type: ignore[misc] # no stubs
-    """A ``DatabaseScheduler`` that ticks and writes only while it holds the lease.
+class DatabaseLeaseMixin(LeaseMixin):
+    """Put it before a ``DatabaseScheduler`` or a class that is made from it.
 
-    Each send is claimed, and the entry's last run saved, before it goes out.
+    ``celery_lease.leased(cls)`` does.
     """
+
+    #: The rows of the schedule.
+    Model: Any
 
     def _tick(self, *args: Any, **kwargs: Any) -> float:
         # django-celery-beat drops a connection that has died only where it looks for
         # changes, and a load or a round of recovery that fails never comes to that.
         close_old_connections()
         return super()._tick(*args, **kwargs)
-
-    def unload(self) -> None:
-        """Forget rows that were read, and above all those that wait to be written."""
-        super().unload()
-        self._dirty.clear()
-        self._schedule = None
-        self._initial_read = True
-        self._last_timestamp = None
 
     def find(self, name: str) -> Any:
         """Return the entry of that name, even where the schedule leaves it out for now.
@@ -47,4 +42,12 @@ class LeasedDatabaseScheduler(LeaseMixin, DatabaseScheduler):  # type: ignore[mi
         model = self.Model.objects.filter(name=name).first()
         if model is None or not (model.enabled or model.one_off):
             return None
-        return self.Entry(model, app=self.app)
+        entry: Any = self.Entry
+        return entry(model, app=self.app)
+
+
+class LeasedDatabaseScheduler(DatabaseLeaseMixin, DatabaseScheduler):  # type: ignore[misc] # no stubs
+    """A ``DatabaseScheduler`` that ticks and writes only while it holds the lease.
+
+    Each send is claimed, and the entry's last run saved, before it goes out.
+    """

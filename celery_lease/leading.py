@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from shelve import Shelf
 from typing import Any, NoReturn
 
+from celery.beat import Scheduler
+
 from celery_lease.errors import (
     CeleryLeaseError,
     ConfigurationError,
@@ -24,7 +26,7 @@ from celery_lease.errors import (
     StoreUnavailable,
 )
 from celery_lease.lease import Holder, Term
-from celery_lease.parts import logger
+from celery_lease.parts import LeaseParts, logger
 from celery_lease.sending import LeasedSends
 from celery_lease.stores.dialects import file_of, is_certainly_wrong, masked
 from celery_lease.stores.retention import PRUNE, prune
@@ -37,13 +39,17 @@ PRUNE_AGAIN = 0.5
 SKEW = 2.0
 #: Seconds to wait after an error that nobody foresaw.
 PAUSE = 1.0
+#: Kinds of attributes of which the content is put back, too.
+_CONTAINERS = (dict, list, set)
 
 
 class LeaseMixin(LeasedSends):
     """Put it before a Celery scheduler class.
 
     The scheduler's own set-up is put off until it leads, so that a standby touches
-    neither its files nor its tables. Each send pays its own claim.
+    neither its files nor its tables. When it does not lead any more, its attributes are put
+    back to what they were before: another beat goes on from its storage, and it begins its
+    next term as a new process would. Each send pays its own claim.
     """
 
     _ticking = False
@@ -60,6 +66,8 @@ class LeaseMixin(LeasedSends):
     _untidy = False
     #: Whether the scheduler's own set-up was done.
     _set_up = False
+    #: The led scheduler's attributes as they were before its set-up, and what was in them.
+    _before: dict[str, tuple[Any, Any]] | None = None
     #: What the log said last about a database that does not answer.
     _complaint = ""
 
@@ -276,6 +284,10 @@ class LeaseMixin(LeasedSends):
         """Set up the schedule as it is now, before the first turn of a term."""
         if self._set_up:
             return
+        self._before = {
+            name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
+            for name, value in self._led().items()
+        }
         try:
             super().setup_schedule()
         except Exception:
@@ -288,7 +300,10 @@ class LeaseMixin(LeasedSends):
         """Look at who leads instead: another beat was faster."""
 
     def unload(self) -> None:
-        """Let go of the schedule: somebody else may lead. Called while standing by, often."""
+        """Let go of the schedule: somebody else may lead. Called while standing by, often.
+
+        A scheduler that keeps what it read elsewhere than in its attributes forgets it here.
+        """
         self._set_up, self._heap = False, None
         shelf = getattr(self, "_store", None)
         if isinstance(shelf, Shelf):
@@ -297,6 +312,36 @@ class LeaseMixin(LeasedSends):
             # What was not written is not ours to write any more.
             shelf.cache.clear()  # type: ignore[attr-defined] # the stubs forget it
             shelf.close()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Make of the led scheduler what it was before its set-up."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        for name in self._led().keys() - before.keys():
+            del self.__dict__[name]
+        for name, (value, content) in before.items():
+            self.__dict__[name] = value
+            if content is not None:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(content)
+
+    def _led(self) -> dict[str, Any]:
+        """Return the attributes that are the led scheduler's own to set.
+
+        Not ours, and not those that a class declares which is made from the leased one.
+        """
+        ours = {
+            name
+            for each in type(self).__mro__
+            if issubclass(each, LeaseParts)
+            for name in vars(each)
+        }
+        if getattr(super().setup_schedule, "__func__", None) is Scheduler.setup_schedule:
+            # Without a storage this is where entries know when they ran.
+            ours.add("data")
+        return {name: value for name, value in vars(self).items() if name not in ours}
 
     def turn(self, term: Term, *args: Any, **kwargs: Any) -> float:
         """Do one turn under *term*; return seconds until the next."""

@@ -11,13 +11,13 @@ from redbeat import RedBeatScheduler
 
 from celery_lease.leading import LeaseMixin
 
-__all__ = ["LeasedRedBeatScheduler"]
+__all__ = ["LeasedRedBeatScheduler", "RedBeatLeaseMixin"]
 
 
-class LeasedRedBeatScheduler(LeaseMixin, RedBeatScheduler):  # type: ignore[misc] # no stubs
-    """A ``RedBeatScheduler`` that ticks and writes only while it holds the lease.
+class RedBeatLeaseMixin(LeaseMixin):
+    """Put it before a ``RedBeatScheduler`` or a class that is made from it.
 
-    Each send is claimed, and the entry's last run stored, before it goes out.
+    ``celery_lease.leased(cls)`` does.
     """
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,3 +37,10 @@ class LeasedRedBeatScheduler(LeaseMixin, RedBeatScheduler):  # type: ignore[misc
         except KeyError:
             return None
         return entry if entry.enabled else None
+
+
+class LeasedRedBeatScheduler(RedBeatLeaseMixin, RedBeatScheduler):  # type: ignore[misc] # no stubs
+    """A ``RedBeatScheduler`` that ticks and writes only while it holds the lease.
+
+    Each send is claimed, and the entry's last run stored, before it goes out.
+    """

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from importlib import import_module
 from time import monotonic
 from typing import Any
 
@@ -33,12 +34,31 @@ __all__ = ["LeasedScheduler", "leased"]
 PLANNING = 0.2
 
 
+#: Schedulers that need more than the plain mixin, by module and name: where that is.
+_MIXINS = {
+    ("django_celery_beat.schedulers", "DatabaseScheduler"): "django.DatabaseLeaseMixin",
+    ("redbeat.schedulers", "RedBeatScheduler"): "redbeat.RedBeatLeaseMixin",
+}
+
+
 def leased(cls: type[Scheduler]) -> type[Scheduler]:
     """Return *cls* as a scheduler that ticks only while it holds the lease.
 
-    Its storage and its way of finding what is due stay its own.
+    Its storage and its way of finding what is due stay its own. Of django-celery-beat's and
+    redbeat's scheduler, and classes made from them, it is what ``celery_lease.django`` and
+    ``celery_lease.redbeat`` make of them.
     """
-    return type(f"Leased{cls.__name__}", (LeaseMixin, cls), {"__doc__": cls.__doc__})
+    return type(f"Leased{cls.__name__}", (_mixin_for(cls), cls), {"__doc__": cls.__doc__})
+
+
+def _mixin_for(cls: type[Scheduler]) -> type[LeaseMixin]:
+    for each in cls.__mro__:
+        home = _MIXINS.get((each.__module__, each.__name__))
+        if home is not None:  # then the other package has been imported already
+            module, name = home.split(".")
+            mixin: type[LeaseMixin] = getattr(import_module(f"celery_lease.{module}"), name)
+            return mixin
+    return LeaseMixin
 
 
 class LeasedScheduler(LeaseMixin, Scheduler):

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 
+from celery_lease.scheduler import leased
 from tests.integration.beats import START, Cluster, no_broker
 from tests.integration.django_project import set_up
 
@@ -39,11 +40,11 @@ def cluster(sqlite_url, models):
     cluster.close()
 
 
-def beat_of(cluster):
+def beat_of(cluster, cls=None):
     """Start a leased DatabaseScheduler."""
     from celery_lease.django import LeasedDatabaseScheduler
 
-    class Steered(LeasedDatabaseScheduler):
+    class Steered(cls or LeasedDatabaseScheduler):
         before_flush = staticmethod(lambda runs: None)
 
         def flush(self, sendings):
@@ -149,6 +150,47 @@ def test_a_deposed_leader_writes_no_old_rows(cluster, models):
 
     row.refresh_from_db()
     assert row.total_run_count == 77
+
+
+def test_a_beat_that_leads_again_repeats_nothing(cluster, models):
+    """It read the row in its last term, and another beat has sent the next since then."""
+    row = daily(models)
+    beat = beat_of(cluster).go()
+    assert len(cluster.messages()) == 1
+    beat.elector.concede("another beat leads")
+    beat.go(1)
+    soon = START + timedelta(hours=1)
+    # As another beat saves it: without a sign of change.
+    models.PeriodicTask.objects.update(last_run_at=soon)
+    models.PeriodicTasks.objects.update(last_update=soon - timedelta(days=1))
+    cluster.depose()
+
+    beat.go()
+
+    assert beat.elector.leading
+    assert beat.schedule["entry"].last_run_at == soon
+    row.refresh_from_db()
+    assert row.last_run_at == soon
+
+
+def test_leased_makes_of_djangos_scheduler_what_there_is_for_it(cluster, models):
+    """Of a class made from it, too: without that its runs could not be found again."""
+    from django_celery_beat.schedulers import DatabaseScheduler
+
+    from celery_lease.django import DatabaseLeaseMixin
+
+    own = type("Own", (DatabaseScheduler,), {})
+    daily(models, one_off=True)
+    first = beat_of(cluster, leased(own))
+    assert isinstance(first, DatabaseLeaseMixin)
+    first.before_flush = no_broker
+    first.go()
+    models.PeriodicTask.objects.update(enabled=False)
+    cluster.depose()
+
+    beat_of(cluster, leased(DatabaseScheduler)).go()
+
+    assert [m.headers["stamps"]["lease_epoch"] for m in cluster.messages()] == [2]
 
 
 def test_a_run_is_found_again_where_the_schedule_leaves_its_row_out(cluster, models):

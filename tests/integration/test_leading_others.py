@@ -386,6 +386,83 @@ def test_a_leader_writes_its_state_before_it_releases(cluster):
     assert stored[-1] is True
 
 
+class Caching(Scheduler):
+    """Keeps its entries' last runs in a table, and what it read of that until it is changed."""
+
+    def __init__(self, *args, table, **kwargs):
+        self.table = table
+        self.dirty = set()
+        super().__init__(*args, **kwargs)
+
+    def setup_schedule(self):
+        if not hasattr(self, "cache"):
+            entries = self.app.conf.beat_schedule.items()
+            self.cache = {name: self._maybe_entry(name, entry) for name, entry in entries}
+        for name, entry in self.cache.items():
+            entry.last_run_at = self.table.setdefault(name, entry.last_run_at)
+
+    def get_schedule(self):
+        return self.cache
+
+    schedule = property(get_schedule)
+
+    def reserve(self, entry):
+        self.dirty.add(entry.name)
+        return super().reserve(entry)
+
+    def sync(self):
+        while self.dirty:
+            name = self.dirty.pop()
+            self.table[name] = self.cache[name].last_run_at
+
+
+def test_a_scheduler_that_caches_goes_on_from_what_is_stored(cluster):
+    """Another beat led meanwhile: to go on from what it read in its last term repeats that."""
+
+    class Led(leased(Caching)):
+        ticks = 0
+
+        def _tick(self, *args, **kwargs):
+            self.ticks += 1
+            return super()._tick(*args, **kwargs)
+
+    table = {"entry": START - timedelta(hours=25)}
+    beat = Led(app=cluster.app({"entry": {"schedule": timedelta(days=1)}}), table=table)
+    cluster.beats.append(beat)
+    beat.tick()
+    beat.tick()
+    assert len(cluster.messages()) == 1
+    dirty, last = beat.dirty, beat.cache["entry"].last_run_at
+    beat.dirty.add("entry")
+
+    beat.elector.concede("another beat leads")
+    beat.unload()
+    assert not hasattr(beat, "cache")
+    assert beat.dirty is dirty
+    assert dirty == set()
+    table["entry"] = last + timedelta(hours=1)
+    cluster.depose()
+    while not beat.elector.leading:
+        beat.tick()
+    beat.tick()
+
+    assert beat.cache["entry"].last_run_at == last + timedelta(hours=1)
+    assert beat.ticks >= 4, "what a class declares that is made from the leased one stays"
+
+
+def test_a_scheduler_without_a_storage_goes_on_from_what_it_knows(cluster):
+    """It is all there is: to begin anew at each blip, a daily entry would never run."""
+    beat = cluster.beat({"entry": {"schedule": timedelta(days=1)}}, cls=Stock).go(2)
+    last = beat.schedule["entry"].last_run_at = START - timedelta(hours=3)
+
+    beat.elector.concede("a blip")
+    cluster.depose()
+    beat.go(5)
+
+    assert beat.elector.term.epoch == 2
+    assert beat.schedule["entry"].last_run_at == last
+
+
 class Picky(Stock):
     """Cannot read its entry "bad"."""
 
@@ -525,6 +602,20 @@ def redbeats(cluster, redis_url):
     entry = cls.Entry("entry", "tasks.plain", timedelta(days=1), app=first.app)
     entry.save().reschedule(START - timedelta(days=1))
     return first, second, entry
+
+
+def test_leased_makes_of_redbeats_scheduler_what_there_is_for_it(cluster, redis_url):
+    """A beat would wait for redbeat's lock, and could not find an entry that is not due."""
+    pytest.importorskip("redbeat")
+    from redbeat import RedBeatScheduler
+
+    from celery_lease.redbeat import RedBeatLeaseMixin
+
+    own = type("Own", (RedBeatScheduler,), {})
+    beat = cluster.beat(cls=leased(own), redbeat_redis_url=redis_url, result_expires=None)
+
+    assert isinstance(beat, RedBeatLeaseMixin)
+    assert beat.lock_key is None
 
 
 def test_redbeat_is_led_like_any_other(cluster, redbeats):
