@@ -5,14 +5,58 @@ The schedule stays in Django's database and admin. Any number of beats may run; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from celery.beat import ScheduleEntry
+from celery.schedules import schedstate
 from django.db import close_old_connections
+from django.utils import timezone
+from django_celery_beat.models import PeriodicTasks
 from django_celery_beat.schedulers import DatabaseScheduler
+from django_celery_beat.utils import NEVER_CHECK_TIMEOUT
 
 from celery_lease.leading import LeaseMixin
 
 __all__ = ["DatabaseLeaseMixin", "LeasedDatabaseScheduler"]
+
+
+class _LeasedRow(ScheduleEntry):
+    """An entry that disables its row only while its beat leads, and as the row was read.
+
+    django-celery-beat saves the whole row where it is asked whether it is due. It may have
+    been read long ago, and the process may have been stopped meanwhile.
+    """
+
+    #: Whether the beat leads at this moment.
+    leads: Callable[[], bool]
+    #: The row.
+    model: Any
+
+    def is_due(self) -> Any:
+        """Return whether it is due, and after how many seconds to ask again."""
+        row = self.model
+        if not (row.enabled and row.one_off and row.total_run_count > 0):
+            return super().is_due()
+        if row.start_time is not None and timezone.now() < row.start_time:
+            return super().is_due()
+        ran = row.total_run_count
+        if self._end(row, {"one_off": True, "total_run_count": ran}, total_run_count=0):
+            PeriodicTasks.update_changed()
+        return schedstate(False, NEVER_CHECK_TIMEOUT)
+
+    def _disable(self, model: Any) -> None:
+        """Disable a row that has expired, or that no entry can be made of."""
+        self._end(model, {"expires": model.expires})
+
+    def _end(self, row: Any, as_read: dict[str, Any], **values: Any) -> bool:
+        """Disable a row of which this is still so; return whether it was."""
+        if not self.leads():
+            return False
+        values |= {"enabled": False, "last_run_at": None, "date_changed": timezone.now()}
+        rows = type(row).objects.filter(pk=row.pk, enabled=True, **as_read)
+        row.enabled = False
+        return bool(rows.update(**values))
 
 
 class DatabaseLeaseMixin(LeaseMixin):
@@ -23,6 +67,13 @@ class DatabaseLeaseMixin(LeaseMixin):
 
     #: The rows of the schedule.
     Model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An entry writes to its row by itself, and knows of no scheduler.
+        leads = staticmethod(lambda: self.elector.leading)
+        entry = type(self).Entry
+        self.Entry = type(f"Leased{entry.__name__}", (_LeasedRow, entry), {"leads": leads})
+        super().__init__(*args, **kwargs)
 
     def _tick(self, *args: Any, **kwargs: Any) -> float:
         # django-celery-beat drops a connection that has died only where it looks for

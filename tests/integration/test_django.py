@@ -193,6 +193,98 @@ def test_leased_makes_of_djangos_scheduler_what_there_is_for_it(cluster, models)
     assert [m.headers["stamps"]["lease_epoch"] for m in cluster.messages()] == [2]
 
 
+@pytest.fixture
+def expired(cluster, models):
+    """Make a row that has expired; return it with its entry, of a beat that leads."""
+    soon = START + timedelta(days=1)
+    row = daily(models, expires=soon, description="as it was read")
+    beat = beat_of(cluster).go()
+    entry = beat.schedule["entry"]
+    entry._default_now = lambda: soon
+    return beat, row, entry
+
+
+def test_a_row_that_has_expired_is_disabled(expired, models):
+    """As django-celery-beat does; what another has written beside stays."""
+    _, row, entry = expired
+    models.PeriodicTask.objects.update(description="changed")
+
+    assert not entry.is_due().is_due
+
+    row.refresh_from_db()
+    assert (row.enabled, row.last_run_at, row.description) == (False, None, "changed")
+
+
+@pytest.mark.parametrize("who", ["a deposed leader", "a leader that read it before"])
+def test_a_row_that_has_not_expired_any_more_is_left_as_it_is(expired, models, who):
+    """The process may have been stopped while it asked: the row is another leader's then."""
+    beat, row, entry = expired
+    if who == "a deposed leader":
+        beat.elector.concede("another beat leads")
+    else:
+        models.PeriodicTask.objects.update(expires=row.expires + timedelta(days=365))
+
+    assert not entry.is_due().is_due
+
+    row.refresh_from_db()
+    assert row.enabled
+    assert row.last_run_at is not None
+
+
+@pytest.fixture
+def once(cluster, models):
+    """Make a row that was to run once, and has; return it with its entry, of a beat that leads."""
+    beat = beat_of(cluster).go()
+    row = daily(models, one_off=True, total_run_count=1)
+    return row, beat.Entry(models.PeriodicTask.objects.get(), app=beat.app)
+
+
+def test_a_row_that_is_to_run_once_is_disabled_after_that(once, models):
+    """And the schedule is read again, as that is a change of it."""
+    row, entry = once
+    before = models.PeriodicTasks.last_change()
+
+    assert not entry.is_due().is_due
+
+    row.refresh_from_db()
+    assert (row.enabled, row.total_run_count, row.last_run_at) == (False, 0, None)
+    assert models.PeriodicTasks.last_change() > before
+
+
+def test_a_row_that_is_to_run_once_more_is_left_as_it_is(once, models):
+    """Another leader had disabled it, and somebody enabled it again."""
+    row, entry = once
+    models.PeriodicTask.objects.update(total_run_count=0)
+
+    assert not entry.is_due().is_due
+
+    row.refresh_from_db()
+    assert row.enabled
+
+
+def test_a_row_that_is_to_run_once_waits_for_its_start(cluster, models):
+    """Its start was put off after it had run."""
+    later = START + timedelta(days=1)
+    row = daily(models, one_off=True, total_run_count=1, start_time=later)
+    beat = beat_of(cluster).go()
+
+    assert not beat.schedule["entry"].is_due().is_due
+
+    row.refresh_from_db()
+    assert row.enabled
+
+
+def test_a_scheduler_keeps_the_entries_of_its_own(cluster, models):
+    """They may have hooks of the user's."""
+    from django_celery_beat.schedulers import DatabaseScheduler, ModelEntry
+
+    own = type("OwnEntry", (ModelEntry,), {})
+    daily(models)
+    beat = beat_of(cluster, leased(type("Own", (DatabaseScheduler,), {"Entry": own}))).go()
+
+    assert isinstance(beat.schedule["entry"], own)
+
+
 def test_a_run_is_found_again_where_the_schedule_leaves_its_row_out(cluster, models):
     """A one-off row is disabled once it was sent; its run may still have to go out."""
     daily(models, one_off=True)
