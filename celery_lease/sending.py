@@ -72,6 +72,11 @@ class LeasedSends(LeaseParts):
     unclaimed: CeleryLeaseError | None = None
 
     @cached_property
+    def _due_now(self) -> dict[str, tuple[str, datetime]]:
+        """Entries that counted as due now and have not moved on: in which term, and since when."""
+        return {}
+
+    @cached_property
     def publisher(self) -> Publisher:
         """The connection to the broker."""
         return Publisher(
@@ -184,6 +189,7 @@ class LeasedSends(LeaseParts):
         try:
             if advance:
                 self.reserve(entry)
+            self._due_now.pop(entry.name, None)
         except Exception:  # noqa: BLE001 - whatever a scheduler's own store raises
             self._tell_not_stored()
         self._do_sync()
@@ -207,7 +213,10 @@ class LeasedSends(LeaseParts):
 
     def _run_of(self, entry: Any, term: Term) -> Run:
         """Return the run for the occurrence that a scheduler found due."""
-        due = self._due_of(entry, self.now())
+        now = self.now()
+        due = self._due_of(entry, now)
+        if due is None:
+            due = self._first_asked(entry, term, now)
         return Run(
             id=run_id(term.name, entry.name, due),
             entry=entry.name,
@@ -215,15 +224,15 @@ class LeasedSends(LeaseParts):
             fenced=self.is_fenced(entry),
         )
 
-    def _due_of(self, entry: Any, now: datetime) -> datetime:
-        """Return when an entry was due that its scheduler says is due; in doubt, now."""
+    def _due_of(self, entry: Any, now: datetime) -> datetime | None:
+        """Return since when an entry is due that its scheduler says is due; None in doubt."""
         if entry.last_run_at is None:
-            return now
+            return None
         try:
             first = due_at(entry.schedule, aware(entry.last_run_at))
-            return missed(entry.schedule, first, now, 1).newest[-1] if first <= now else now
+            return missed(entry.schedule, first, now, 1).newest[-1] if first <= now else None
         except Ended:
-            return now
+            return None
         except Exception as error:  # noqa: BLE001 - a user's schedule may raise anything
             logger.warning(
                 "lease %r: when %r was due cannot be told (%s); it counts as due now",
@@ -236,7 +245,17 @@ class LeasedSends(LeaseParts):
                     "lease_entry": entry.name,
                 },
             )
-            return now
+            return None
+
+    def _first_asked(self, entry: Any, term: Term, now: datetime) -> datetime:
+        """Return when an entry counted as due first, until it has moved on.
+
+        Where its scheduler cannot store that it ran, each turn would be another occurrence.
+        """
+        asked = self._due_now.get(entry.name)
+        if asked is None or asked[0] != term.uuid:
+            asked = self._due_now[entry.name] = (term.uuid, now)
+        return asked[1]
 
     def _flush(self, term: Term, runs: Sequence[Run]) -> Flushed:
         """Flush, and return what became of it.

@@ -311,6 +311,37 @@ def test_an_entry_that_cannot_be_moved_on_is_sent_once(cluster, caplog):
     assert "redis is away" in caplog.text
 
 
+def test_an_entry_that_never_ran_and_cannot_be_moved_on_is_sent_once(cluster):
+    """It has no due time but now, and each turn would be another occurrence."""
+
+    class Storage(Scheduler):
+        away = True
+
+        def tick(self):
+            entry = self.schedule["entry"]
+            if entry.last_run_at is None:
+                with suppress(OSError):
+                    self.apply_async(entry)
+            return 0.0
+
+        def reserve(self, entry):
+            if self.away:
+                raise OSError("redis is away")
+            return super().reserve(entry)
+
+    beat = cluster.beat(DUE, cls=type("Led", (Steered, LeaseMixin, Storage), {})).go(1)
+    beat.schedule["entry"].last_run_at = None
+    beat.go(5)
+    assert cluster.runs("state") == [("published",)]
+
+    beat.away = False
+    beat.go(5)
+    assert cluster.runs("state") == [("published",)]
+    beat.schedule["entry"].last_run_at = None  # Another that never ran, under its name.
+    beat.go(5)
+    assert cluster.runs("state") == [("published",)] * 2
+
+
 def test_an_entry_whose_hook_failed_is_looked_at_again(cluster, monkeypatch):
     """A stock tick has it off its heap by then; only the end of beat would bring it back."""
     beat = cluster.beat({"entry": {"schedule": 0.01}}, cls=Stock)
