@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import __version__ as celery_version
 
@@ -26,26 +26,46 @@ if TYPE_CHECKING:
 else:
     _Scheduler = object
 
-__all__ = ["LeaseParts", "logger"]
+__all__ = ["LeaseParts", "logger", "part", "taken"]
 
 #: All of beat's side speaks with one voice.
 logger = logging.getLogger("celery_lease.scheduler")
 
 
+T = TypeVar("T")
+
+
+def taken(cls: str, names: str) -> TypeError:
+    """Return the error of a scheduler that uses names which are ours."""
+    return TypeError(f"{cls} uses {names}, which leased() needs for itself; rename it there")
+
+
+class part(cached_property[T]):  # noqa: N801 - a decorator
+    """A part that is made when it is first asked for, and that nobody else may set."""
+
+    def __set__(self, instance: object, value: Any) -> None:
+        """Refuse what a led scheduler would keep under our name.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise taken(type(instance).__name__, repr(self.attrname))
+
+
 class LeaseParts(_Scheduler):
     """The settings, the lease database and the elector of a scheduler."""
 
-    @cached_property
+    @part
     def settings(self) -> Settings:
         """The ``beat_lease_*`` settings."""
         return Settings.from_conf(self.app.conf)
 
-    @cached_property
+    @part
     def store(self) -> SQLLeaseStore:
         """The lease database."""
         return SQLLeaseStore.of(self.settings)
 
-    @cached_property
+    @part
     def elector(self) -> Elector:
         """Whether this process leads."""
         return Elector(
@@ -55,7 +75,7 @@ class LeaseParts(_Scheduler):
             observe=self.tell,
         )
 
-    @cached_property
+    @part
     def _log(self) -> TransitionLog:
         return TransitionLog(logger)
 

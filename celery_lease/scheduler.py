@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from celery.backends.base import DisabledBackend
-from celery.beat import Scheduler
+from celery.beat import PersistentScheduler, Scheduler
 
 from celery_lease.agenda import AHEAD, Agenda, aware, restore
 from celery_lease.dispatch import BATCH
@@ -22,7 +22,7 @@ from celery_lease.errors import CeleryLeaseError, ConfigurationError
 from celery_lease.heap import ScheduleDict
 from celery_lease.leading import LeaseMixin
 from celery_lease.lease import Term
-from celery_lease.parts import logger
+from celery_lease.parts import logger, taken
 from celery_lease.plan import Batch, Planner
 from celery_lease.publish import said
 from celery_lease.sending import tell_known, tell_skipped
@@ -40,6 +40,9 @@ _MIXINS = {
     ("redbeat.schedulers", "RedBeatScheduler"): "redbeat.RedBeatLeaseMixin",
 }
 
+#: What a scheduler may have for us to call.
+_HOOKS = ("find",)
+
 
 def leased(cls: type[Scheduler]) -> type[Scheduler]:
     """Return *cls* as a scheduler that ticks only while it holds the lease.
@@ -47,8 +50,26 @@ def leased(cls: type[Scheduler]) -> type[Scheduler]:
     Its storage and its way of finding what is due stay its own. Of django-celery-beat's and
     redbeat's scheduler, and classes made from them, it is what ``celery_lease.django`` and
     ``celery_lease.redbeat`` make of them.
+
+    Args:
+        cls: The class. Its ``find(name)``, if it has one, returns an entry as it is now.
+
+    Raises:
+        TypeError: It defines a name that the lease needs for itself, or has a lease already.
     """
-    return type(f"Leased{cls.__name__}", (_mixin_for(cls), cls), {"__doc__": cls.__doc__})
+    if issubclass(cls, LeaseMixin):
+        raise TypeError(f"{cls.__name__} is leased already")
+    mixin = _mixin_for(cls)
+    ours = _defined(mixin, but=PersistentScheduler) - {*dir(PersistentScheduler), *_HOOKS}
+    if clash := ours & _defined(cls, but=PersistentScheduler):
+        raise taken(cls.__name__, ", ".join(map(repr, sorted(clash))))
+    hooks = {name: getattr(cls, name) for name in _HOOKS if hasattr(cls, name)}
+    return type(f"Leased{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__, **hooks})
+
+
+def _defined(cls: type, *, but: type) -> set[str]:
+    """Return the names that *cls* and its bases define which are none of *but*'s."""
+    return {name for each in cls.__mro__ if each not in but.__mro__ for name in vars(each)}
 
 
 def _mixin_for(cls: type[Scheduler]) -> type[LeaseMixin]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from functools import cached_property
 from numbers import Real
 from time import monotonic
 from typing import Any
@@ -24,7 +23,7 @@ from celery_lease.entry import PLAIN
 from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import NEWER, Occurrence, Run, Skipped, run_id
-from celery_lease.parts import LeaseParts, logger
+from celery_lease.parts import LeaseParts, logger, part
 from celery_lease.publish import Flushed, Publisher, Remedy, Undelivered, Unsent, said
 from celery_lease.recovery import Recovery
 from celery_lease.signals import occurrence_skipped
@@ -71,12 +70,12 @@ class LeasedSends(LeaseParts):
     #: Why that send could not be claimed: the scheduler has moved its entry on already.
     unclaimed: CeleryLeaseError | None = None
 
-    @cached_property
+    @part
     def _due_now(self) -> dict[str, tuple[str, datetime]]:
         """Entries that counted as due now and have not moved on: in which term, and since when."""
         return {}
 
-    @cached_property
+    @part
     def publisher(self) -> Publisher:
         """The connection to the broker."""
         return Publisher(
@@ -85,7 +84,7 @@ class LeasedSends(LeaseParts):
             timeout=max(1.0, self.settings.margin),
         )
 
-    @cached_property
+    @part
     def dispatcher(self) -> Dispatcher:
         """What sends claimed runs."""
         return Dispatcher(
@@ -95,7 +94,7 @@ class LeasedSends(LeaseParts):
             max_attempts=self.settings.max_attempts,
         )
 
-    @cached_property
+    @part
     def recovery(self) -> Recovery:
         """What sends again what was left."""
         return Recovery(

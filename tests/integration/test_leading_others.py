@@ -14,7 +14,7 @@ from celery_lease import recovery
 from celery_lease.errors import StoreUnavailable
 from celery_lease.leading import LeaseMixin
 from celery_lease.occurrence import Run, run_id
-from celery_lease.scheduler import leased
+from celery_lease.scheduler import LeasedScheduler, leased
 from celery_lease.signals import occurrence_skipped
 from celery_lease.stores.schema import run_table
 from tests.integration.beats import START, Cluster, no_broker
@@ -60,6 +60,60 @@ def test_leased_makes_a_class_of_any_scheduler():
     assert cls.__mro__[:2] == (cls, LeaseMixin)
     assert issubclass(cls, PersistentScheduler)
     assert cls.__name__ == "LeasedPersistentScheduler"
+
+
+def test_leased_refuses_a_class_that_defines_what_it_needs_for_itself():
+    """One of the two would get the other's, and fail somewhere else."""
+
+    class Base(Scheduler):
+        def now(self):
+            return self.app.now()
+
+    class Own(Base):
+        _term = 30
+
+        def tick(self):  # Celery's own names are for anybody to override.
+            return super().tick()
+
+    with pytest.raises(TypeError, match=r"Own uses '_term', 'now', which .* rename it"):
+        leased(Own)
+
+
+def test_a_led_scheduler_cannot_set_what_the_lease_needs_for_itself(cluster):
+    """A class does not show what it sets on itself: it is refused where it does so."""
+
+    class Own(Scheduler):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.store = {}
+
+    with pytest.raises(TypeError, match=r"LeasedOwn uses 'store', which .* rename it"):
+        leased(Own)(app=cluster.app({}), lazy=True)
+
+
+def test_leased_is_not_for_a_class_that_has_a_lease():
+    """It would be gated twice."""
+    with pytest.raises(TypeError, match="LeasedScheduler is leased already"):
+        leased(LeasedScheduler)
+
+
+def test_a_scheduler_may_say_itself_how_an_entry_is_found(cluster):
+    """Its schedule has only what is due, and what is to be sent again need not be."""
+
+    class Own(Scheduler):
+        elsewhere = None
+
+        def find(self, name):
+            return self.elsewhere
+
+    cls = type("Led", (Steered, leased(Own)), {})
+    beat = cluster.beat({"entry": {"schedule": timedelta(days=3650)}}, cls=cls).go(1)
+    Own.elsewhere = beat.schedule.pop("entry")
+    claim(beat, [("entry", 0)])
+    beat._forget()  # as after any error of the lease database
+    beat.go(3)
+
+    assert cluster.runs("state") == [("published",)]
 
 
 def test_a_standby_does_not_touch_the_others_files(cluster, tmp_path):
