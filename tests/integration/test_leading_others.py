@@ -215,6 +215,25 @@ def test_what_a_stock_tick_sends_is_claimed_stamped_and_marked(cluster):
     assert beat.schedule["entry"].total_run_count == 1
 
 
+def test_an_override_of_apply_async_is_called_once_for_each_send(cluster):
+    """Before the lease or after it: it may write an audit row, or count."""
+    calls = []
+
+    class Audit:
+        def apply_async(self, entry, producer=None, advance=True, **kwargs):
+            calls.append(entry.name)
+            return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
+
+    outside = type("Outside", (Audit, Stock), {})
+    inside = type("Inside", (Steered, leased(type("Own", (Audit, Scheduler), {}))), {})
+    for name, cls in (("outside", outside), ("inside", inside)):
+        cluster.beat({name: DUE["entry"]}, cls=cls).go(5)
+        cluster.depose()
+
+    assert calls == ["outside", "inside"]
+    assert len(cluster.messages()) == 2
+
+
 def test_the_same_occurrence_is_not_sent_by_two_leaders(cluster):
     """The second starts from old state; the ledger has the run."""
     daily = {"entry": {"schedule": timedelta(days=1), "last_run_at": START - timedelta(days=1)}}
