@@ -11,12 +11,14 @@ from typing import Any
 from celery.beat import ScheduleEntry
 from celery.schedules import schedstate
 from django.db import close_old_connections
+from django.db.models import F
 from django.utils import timezone
 from django_celery_beat.models import PeriodicTasks
 from django_celery_beat.schedulers import DatabaseScheduler
 from django_celery_beat.utils import NEVER_CHECK_TIMEOUT
 
 from celery_lease.leading import LeaseMixin
+from celery_lease.lease import Term
 
 __all__ = ["DatabaseLeaseMixin", "LeasedDatabaseScheduler"]
 
@@ -80,6 +82,18 @@ class DatabaseLeaseMixin(LeaseMixin):
         # changes, and a load or a round of recovery that fails never comes to that.
         close_old_connections()
         return super()._tick(*args, **kwargs)
+
+    def load(self, term: Term) -> None:
+        """Set up the schedule, in which an entry that never ran goes on from where it began.
+
+        django-celery-beat counts from the last change of its row, and its set-up changes the
+        rows of all entries in ``beat_schedule``: each takeover would begin them anew.
+        """
+        if not self._set_up:
+            names = {*self.app.conf.beat_schedule, "celery.backend_cleanup"}
+            rows = self.Model.objects.filter(name__in=names, enabled=True, start_time=None)
+            rows.filter(last_run_at=None).update(last_run_at=F("date_changed"))
+        super().load(term)
 
     def find(self, name: str) -> Any:
         """Return the entry of that name, even where the schedule leaves it out for now.

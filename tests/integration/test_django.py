@@ -115,6 +115,23 @@ def test_the_next_leader_repeats_nothing(cluster, models):
     assert len(cluster.messages()) == 1
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_entry_that_never_ran_does_not_begin_anew_at_a_takeover(cluster, models, enabled):
+    """Its row is written at each set-up: with a takeover a day a weekly entry would never run."""
+    static = {"static": {"task": "tasks.plain", "schedule": timedelta(days=1)}}
+    first, second = beat_of(cluster), beat_of(cluster)
+    first.app.conf.beat_schedule = second.app.conf.beat_schedule = static
+    first.go()
+    first_seen = START - timedelta(hours=25)
+    models.PeriodicTask.objects.update(date_changed=first_seen, enabled=enabled)
+    cluster.depose()
+
+    second.go()
+
+    assert second.elector.leading
+    assert len(cluster.messages()) == enabled, "one that is disabled begins when it is enabled"
+
+
 def test_what_was_changed_in_the_admin_is_picked_up(cluster, models):
     """As before: by the leader, without a restart."""
     beat = beat_of(cluster).go()
