@@ -5,7 +5,9 @@ from datetime import timedelta
 import pytest
 
 from celery_lease.scheduler import leased
-from tests.integration.beats import START, Cluster, no_broker
+from celery_lease.task import FencedTask
+from celery_lease.testing import hold, run
+from tests.integration.beats import START, Cluster, no_broker, plain
 from tests.integration.django_project import set_up
 
 pytest.importorskip("django_celery_beat")
@@ -430,3 +432,35 @@ def test_a_leader_whose_connection_died_recovers_what_was_refused(cluster, model
 
     assert [m.headers["id"] for m in cluster.messages()] == [run, run]
     assert cluster.runs("state", "attempt") == [("published", 2)]
+
+
+def test_a_fenced_task_can_be_djangos_as_well(cluster, models):
+    """Celery gives a Django project's tasks ``delay_on_commit``: a base of one's own has not."""
+    from celery.contrib.django.task import DjangoTask
+    from django.db import connection
+
+    class Fenced(FencedTask, DjangoTask):
+        pass
+
+    url = f"sqlite:///{connection.settings_dict['NAME']}"
+    beat = beat_of(cluster)
+    beat.app.conf.beat_lease_url = url
+
+    @beat.app.task(base=Fenced, bind=True)
+    def write(self):
+        with self.fence.atomic():
+            daily(models)
+            follow_up.delay_on_commit()
+            assert cluster.messages() == []
+
+    follow_up = beat.app.task(name="follow_up", base=Fenced)(plain)
+    lease = hold(url)
+
+    assert run(write, under=lease).state == "SUCCESS"
+    (message,) = cluster.messages()
+    assert message.headers["task"] == "follow_up"
+    assert message.headers["stamps"]["lease_epoch"] == lease.epoch
+    assert models.PeriodicTask.objects.count() == 1
+    lease.depose().close()
+    assert run(write, under=lease).state == "IGNORED"
+    lease.close()
