@@ -415,6 +415,36 @@ def test_an_entry_that_never_ran_and_cannot_be_moved_on_is_sent_once(cluster):
     assert cluster.runs("state") == [("published",)] * 2
 
 
+def test_a_tick_that_sends_for_long_is_not_taken_for_one_that_hangs(cluster):
+    """RedBeat's sends all that is due, and after an outage that may be much."""
+
+    class Storage(Scheduler):
+        def tick(self):
+            for entry in list(self.schedule.values()):
+                self.apply_async(entry)
+            return 60.0
+
+    seconds, late = 0.0, []
+
+    def slowly(runs):
+        nonlocal seconds
+        seconds += 15.0
+        late.append(beat.elector.clock.now() - beat.elector._expected)
+
+    many = {str(number): DUE["entry"] for number in range(3)}
+    cls = type("Led", (Steered, LeaseMixin, Storage), {})
+    beat = cluster.beat(many, cls=cls, beat_lease_ttl=600, beat_lease_stall_timeout=20).go(1)
+    now = beat.elector.clock.now
+    beat.elector.clock.now = lambda: now() + seconds
+    beat.before_flush = slowly
+    for entry in beat.schedule.values():
+        entry.last_run_at = START - timedelta(hours=26)
+    beat.go(1)
+
+    assert len(late) == 3
+    assert max(late) < 20
+
+
 def test_an_entry_whose_hook_failed_is_looked_at_again(cluster, monkeypatch):
     """A stock tick has it off its heap by then; only the end of beat would bring it back."""
     beat = cluster.beat({"entry": {"schedule": 0.01}}, cls=Stock)
