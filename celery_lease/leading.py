@@ -73,6 +73,10 @@ class LeaseMixin(LeasedSends):
 
     # --- starting -----------------------------------------------------------------------
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_parts()
+
     def setup_schedule(self) -> None:
         """Look at the settings and the database once; what is certainly wrong ends beat.
 

@@ -7,8 +7,9 @@ ticks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from celery import __version__ as celery_version
 
@@ -26,13 +27,10 @@ if TYPE_CHECKING:
 else:
     _Scheduler = object
 
-__all__ = ["LeaseParts", "logger", "part", "taken"]
+__all__ = ["LeaseParts", "logger", "taken"]
 
 #: All of beat's side speaks with one voice.
 logger = logging.getLogger("celery_lease.scheduler")
-
-
-T = TypeVar("T")
 
 
 def taken(cls: str, names: str) -> TypeError:
@@ -40,32 +38,40 @@ def taken(cls: str, names: str) -> TypeError:
     return TypeError(f"{cls} uses {names}, which leased() needs for itself; rename it there")
 
 
-class part(cached_property[T]):  # noqa: N801 - a decorator
-    """A part that is made when it is first asked for, and that nobody else may set."""
-
-    def __set__(self, instance: object, value: Any) -> None:
-        """Refuse what a led scheduler would keep under our name.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise taken(type(instance).__name__, repr(self.attrname))
-
-
 class LeaseParts(_Scheduler):
     """The settings, the lease database and the elector of a scheduler."""
 
-    @part
+    #: The names of what is ours, where a led scheduler could keep something of its own.
+    _parts: ClassVar[Mapping[str, type]] = {
+        "settings": Settings,
+        "store": SQLLeaseStore,
+        "elector": Elector,
+    }
+
+    def _check_parts(self) -> None:
+        """Refuse what a led scheduler keeps under the name of a part of ours.
+
+        Not at the assignment: what could notice that would cost each tick.
+
+        Raises:
+            TypeError: It does.
+        """
+        for name, kind in self._parts.items():
+            found = vars(self).get(name)
+            if found is not None and not isinstance(found, kind):
+                raise taken(type(self).__name__, repr(name))
+
+    @cached_property
     def settings(self) -> Settings:
         """The ``beat_lease_*`` settings."""
         return Settings.from_conf(self.app.conf)
 
-    @part
+    @cached_property
     def store(self) -> SQLLeaseStore:
         """The lease database."""
         return SQLLeaseStore.of(self.settings)
 
-    @part
+    @cached_property
     def elector(self) -> Elector:
         """Whether this process leads."""
         return Elector(
@@ -75,7 +81,7 @@ class LeaseParts(_Scheduler):
             observe=self.tell,
         )
 
-    @part
+    @cached_property
     def _log(self) -> TransitionLog:
         return TransitionLog(logger)
 

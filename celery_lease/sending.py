@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from functools import cached_property
 from numbers import Real
 from time import monotonic
 from typing import Any
@@ -23,7 +24,7 @@ from celery_lease.entry import PLAIN
 from celery_lease.errors import CeleryLeaseError, LeaseLost, StoreError
 from celery_lease.lease import Term
 from celery_lease.occurrence import NEWER, Occurrence, Run, Skipped, run_id
-from celery_lease.parts import LeaseParts, logger, part
+from celery_lease.parts import LeaseParts, logger
 from celery_lease.publish import Flushed, Publisher, Remedy, Undelivered, Unsent, said
 from celery_lease.recovery import Recovery
 from celery_lease.signals import occurrence_skipped
@@ -63,6 +64,13 @@ class _Unread(Exception):
 class LeasedSends(LeaseParts):
     """The half of :class:`~celery_lease.leading.LeaseMixin` that sends."""
 
+    _parts = {  # noqa: RUF012 - declared where it begins
+        **LeaseParts._parts,  # noqa: SLF001 - of the class itself
+        "publisher": Publisher,
+        "dispatcher": Dispatcher,
+        "recovery": Recovery,
+    }
+
     #: The run that is being sent.
     _sending: Sending | None = None
     #: The entry whose ``apply_async`` the scheduler itself called; None in a batch.
@@ -70,12 +78,12 @@ class LeasedSends(LeaseParts):
     #: Why that send could not be claimed: the scheduler has moved its entry on already.
     unclaimed: CeleryLeaseError | None = None
 
-    @part
+    @cached_property
     def _due_now(self) -> dict[str, tuple[str, datetime]]:
         """Entries that counted as due now and have not moved on: in which term, and since when."""
         return {}
 
-    @part
+    @cached_property
     def publisher(self) -> Publisher:
         """The connection to the broker."""
         return Publisher(
@@ -84,7 +92,7 @@ class LeasedSends(LeaseParts):
             timeout=max(1.0, self.settings.margin),
         )
 
-    @part
+    @cached_property
     def dispatcher(self) -> Dispatcher:
         """What sends claimed runs."""
         return Dispatcher(
@@ -94,7 +102,7 @@ class LeasedSends(LeaseParts):
             max_attempts=self.settings.max_attempts,
         )
 
-    @part
+    @cached_property
     def recovery(self) -> Recovery:
         """What sends again what was left."""
         return Recovery(
