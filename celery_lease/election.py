@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from celery_lease.elector import Elector
@@ -190,11 +190,16 @@ class LeaderElection:
             NotWritable: The database is a replica or read-only.
         """
         settings = self.settings
-        store = SQLLeaseStore.of(settings)
-        fences = FenceStore.of(settings)
         stopped = _Once(self._on_stopped)
-        elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
-        try:
+        with ExitStack() as ending:
+            # The last that is named goes first, and an interrupt in it skips none of the others.
+            ending.callback(stopped.call)  # Owed where the term was lost before it was armed.
+            store = SQLLeaseStore.of(settings)
+            ending.callback(store.dispose)
+            fences = FenceStore.of(settings)
+            ending.callback(fences.dispose)
+            elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
+            ending.callback(elector.close)
             term = self._campaign(store, elector, timeout)
             with suppress(StoreError):  # What led often leaves a long history.
                 prune(store.engine, term.name, retention=settings.retention, limit=PRUNE)
@@ -204,11 +209,6 @@ class LeaderElection:
             if self._on_started is not None:
                 self._on_started(leadership)
             yield leadership
-        finally:
-            elector.close()
-            fences.dispose()
-            store.dispose()
-            stopped.call()  # Still owed where the term was lost before it was armed.
 
     def _campaign(self, store: SQLLeaseStore, elector: Elector, timeout: float | None) -> Term:
         end = None if timeout is None else time.monotonic() + timeout

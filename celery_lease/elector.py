@@ -35,6 +35,7 @@ from dataclasses import replace
 
 from celery_lease.clock import Clock, SystemClock
 from celery_lease.errors import LeaseConflict, LeaseLost, StoreContention, StoreError
+from celery_lease.interrupts import put_off
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.settings import Settings
 from celery_lease.stores.base import LeaseStore, Raised, Renewal
@@ -179,19 +180,13 @@ class Elector:
         try:
             if not self._may_campaign():
                 return False
-            sent_at = self.clock.now()
-            answer = self.store.acquire(
-                self.settings.name, self.holder, self.settings.ttl, str(uuid.uuid4())
-            )
+            with put_off():  # A grant that nobody here knows of would be held for a whole ttl.
+                tenure = self._acquire()
         except StoreError as error:
             self.seen = None
             self._tell(Action.UNAVAILABLE, reason=str(error))
             return False
-        if isinstance(answer, Lease):
-            self.seen = answer
-            self._tell(Action.STANDING_BY, lease=answer, epoch=answer.epoch)
-            return False
-        return self._take_over(answer, sent_at)
+        return tenure is not None and self._take_over(tenure)
 
     def concede(self, reason: str) -> None:
         """Step down at once: somebody else is known to lead."""
@@ -203,17 +198,23 @@ class Elector:
         """Release the lease and stop the thread. Safe to call again; bounded in time."""
         tenure = self._tenure
         self._wake.set()
-        if tenure is not None and self._retire(tenure):
-            # On a thread: a database that takes a statement and says nothing has no end.
-            release = threading.Thread(
-                target=self._release, args=(tenure.term,), name="lease-release", daemon=True
-            )
-            release.start()
-            release.join(min(_RELEASE, self.settings.ttl))
-            if release.is_alive():
-                late = "not released in time; it expires"
-                self._tell(Action.LOST, epoch=tenure.term.epoch, reason=late)
+        if tenure is not None:
+            with put_off():
+                self._give_up(tenure)
         self._join()
+
+    def _give_up(self, tenure: _Tenure) -> None:
+        if not self._retire(tenure):
+            return
+        # On a thread: a database that takes a statement and says nothing has no end.
+        release = threading.Thread(
+            target=self._release, args=(tenure.term,), name="lease-release", daemon=True
+        )
+        release.start()
+        release.join(min(_RELEASE, self.settings.ttl))
+        if release.is_alive():
+            late = "not released in time; it expires"
+            self._tell(Action.LOST, epoch=tenure.term.epoch, reason=late)
 
     def _release(self, term: Term) -> None:
         try:
@@ -230,10 +231,16 @@ class Elector:
     # --- taking over --------------------------------------------------------------------
 
     def _may_campaign(self) -> bool:
-        """After a conflict, stay standby until the epoch has been jumped."""
-        if self._conflict is None:
+        """After a conflict, stay standby until the epoch has been jumped.
+
+        Where nothing is known of the database, it has to answer first, while a signal still
+        ends the waiting.
+        """
+        if self._conflict is None and self.seen is not None:
             return True
         lease = self.store.read(self.settings.name)
+        if self._conflict is None:
+            return True
         if lease is None or lease.epoch <= self._conflict:
             self.seen = lease
             why = f"until the lease shows an epoch above {self._conflict}"
@@ -242,23 +249,37 @@ class Elector:
         self._conflict = None
         return True
 
-    def _take_over(self, term: Term, sent_at: float) -> bool:
+    def _acquire(self) -> _Tenure | None:
+        """Ask for the lease; return the tenure that :meth:`close` releases from then on."""
+        sent_at = self.clock.now()
+        answer = self.store.acquire(
+            self.settings.name, self.holder, self.settings.ttl, str(uuid.uuid4())
+        )
+        if isinstance(answer, Lease):
+            self.seen = answer
+            self._tell(Action.STANDING_BY, lease=answer, epoch=answer.epoch)
+            return None
+        return self._accept(answer, sent_at)
+
+    def _accept(self, term: Term, sent_at: float) -> _Tenure | None:
         tenure = _Tenure(term, sent_at, self._trusted_until(sent_at))
         if not self._trusts(tenure):
             late = "the grant arrived after its trust window had closed"
             self._tell(Action.LOST, epoch=term.epoch, reason=late)
             self._give_back(term)
-            return False
+            return None
         try:
             if not self._jump_if_behind(tenure):
-                return False
+                return None
         except StoreError as error:
             self._tell(Action.LOST, epoch=term.epoch, reason=str(error))
             self._give_back(tenure.term)
-            return False
-        # From here on close() releases it: a signal may end the process while the fence waits.
+            return None
         self._tenure = tenure
         self._start(tenure)
+        return tenure
+
+    def _take_over(self, tenure: _Tenure) -> bool:
         if not self._raise_fence(tenure):
             return False
         tenure.fence_raised = True

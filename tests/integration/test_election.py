@@ -127,6 +127,31 @@ def test_a_term_that_is_lost_before_its_body_begins_is_told_to_end(database_url,
     assert told == [False, "body", "stopped"]
 
 
+def test_an_interrupt_while_the_lease_is_released_skips_nothing(sqlite_url, monkeypatch):
+    """Whoever leads again in this process would do so beside open connections."""
+    done = []
+
+    class Interrupted(Elector):
+        def close(self):
+            super().close()
+            raise KeyboardInterrupt
+
+    class Store(SQLLeaseStore):
+        def dispose(self):
+            super().dispose()
+            done.append("disposed")
+
+    monkeypatch.setattr(election_module, "Elector", Interrupted)
+    monkeypatch.setattr(election_module, "SQLLeaseStore", Store)
+    election = LeaderElection(
+        sqlite_url, "janitor", on_stopped_leading=lambda: done.append("stopped")
+    )
+    with pytest.raises(KeyboardInterrupt), election.lead(timeout=10):
+        pass
+
+    assert sorted(done) == ["disposed", "stopped"]
+
+
 def test_a_body_that_hangs_does_not_keep_the_lease(database_url):
     """With a stall timeout, renewing stops when check() has not been called in time."""
     election = LeaderElection(database_url, "janitor", ttl=1.0, stall_timeout=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -460,6 +461,31 @@ def test_a_process_that_ends_while_the_fence_waits_releases_the_lease(store, bea
     assert store.read(NAME).holder is None
 
 
+@pytest.mark.parametrize("verb", ["acquire", "floor"])
+def test_an_interrupt_right_after_the_grant_leaves_nothing_held(store, beat, verb):
+    """Ctrl-C between the row and what knows of it: the next one would wait for a whole ttl."""
+    store.after[verb] = lambda: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        beat.campaign()
+
+    beat.close()
+
+    assert store.read(NAME).holder is None
+    assert beat.actions == [Action.RELEASED]
+
+
+def test_a_signal_need_not_wait_for_a_database_that_is_known_to_be_away(store, beat):
+    """Its time-outs add up to half a minute, after which whoever wants it to end kills it."""
+    store.before["acquire"] = away
+    assert not beat.campaign()
+
+    store.before["read"] = lambda: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        beat.campaign()
+
+    assert store.calls.count("acquire") == 1
+
+
 def test_a_takeover_that_was_broken_off_is_cleared_away_by_the_next_campaign(store, beat):
     """A term that is renewed and never leads would silence the schedule for ever."""
 
@@ -701,6 +727,31 @@ def test_closing_ends_even_if_the_database_says_nothing(store, beat, monkeypatch
 
     assert beat.told[-1].reason == "not released in time; it expires"
     answer.set()
+
+
+def test_a_second_interrupt_does_not_cut_the_release_short(store, beat, monkeypatch):
+    """Who presses Ctrl-C twice wants it to end, and not to have the others wait for a ttl."""
+    handled, seen = threading.Event(), []
+
+    def end(*_) -> None:
+        seen.extend(beat.actions)
+        handled.set()
+        raise SystemExit
+
+    def interrupted() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        handled.wait(0.2)  # As long as an interrupt that is not put off would need.
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        beat.campaign()
+        store.before["release"] = interrupted
+        with pytest.raises(SystemExit):
+            beat.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert seen == [Action.ACQUIRED, Action.RELEASED]
 
 
 def test_a_renewal_that_was_under_way_does_not_bring_a_closed_term_back(store, beat):
