@@ -14,6 +14,7 @@ The lease says who may act; only the guarded transaction makes acting safe.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -243,6 +244,7 @@ class _Once:
     def __init__(self, callback: Callable[[], None] | None) -> None:
         self.armed = False
         self._callback = callback
+        self._pid = os.getpid()
         self._tell = TransitionLog(logger)
 
     def observe(self, transition: Transition) -> None:
@@ -252,6 +254,8 @@ class _Once:
 
     def call(self) -> None:
         """Call back, if a term was started and its end was not told yet."""
+        if self._pid != os.getpid():
+            return  # A fork left the block: the term goes on in the parent.
         armed, self.armed = self.armed, False
         if armed and self._callback is not None:
             self._callback()

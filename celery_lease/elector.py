@@ -27,6 +27,7 @@ above its own.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import uuid
@@ -60,6 +61,12 @@ class _Tenure:
         self.fence_raised = False
         self.stalled = False
         self.over = threading.Event()
+        self._pid = os.getpid()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a copy, in a process that was forked from the one with the term."""
+        return self._pid != os.getpid()
 
 
 class Elector:
@@ -137,8 +144,11 @@ class Elector:
                 name=self.settings.name,
                 held_epoch=self._conflict,
             )
+        whose = f"is not held by {self.holder}"
+        if tenure is not None and tenure.foreign:
+            whose += " in this process: a term belongs to the one that got it"
         raise LeaseLost(
-            f"the lease {self.settings.name!r} is not held by {self.holder}",
+            f"the lease {self.settings.name!r} {whose}",
             name=self.settings.name,
             held_epoch=tenure.term.epoch if tenure is not None else 0,
         )
@@ -197,6 +207,8 @@ class Elector:
     def close(self) -> None:
         """Release the lease and stop the thread. Safe to call again; bounded in time."""
         tenure = self._tenure
+        if tenure is not None and tenure.foreign:
+            return
         self._wake.set()
         if tenure is not None:
             with put_off():
@@ -454,6 +466,8 @@ class Elector:
 
     def _retire(self, tenure: _Tenure, *, conflict: bool = False) -> bool:
         """Stop a term's thread and forget the term; False where that was done before."""
+        if tenure.foreign:
+            return False  # The parent's: so may be the lock that this copy was made with.
         with self._ending:
             if tenure.over.is_set():
                 return False
@@ -467,7 +481,8 @@ class Elector:
         return True
 
     def _trusts(self, tenure: _Tenure) -> bool:
-        return self.clock.now() < tenure.trusted_until and not tenure.over.is_set()
+        in_time = self.clock.now() < tenure.trusted_until
+        return in_time and not tenure.over.is_set() and not tenure.foreign
 
     def _trusted_until(self, sent_at: float) -> float:
         return sent_at + self.settings.ttl - self.settings.margin

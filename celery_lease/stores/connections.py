@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ class SQLStore:
         )
         #: The URL without its password.
         self.shown = masked(url)
+        self._pid = os.getpid()
 
     @property
     def database(self) -> Database:
@@ -59,8 +61,8 @@ class SQLStore:
         return database_of(self.engine.dialect)
 
     def dispose(self) -> None:
-        """Close the pooled connections."""
-        self.engine.dispose()
+        """Close the pooled connections. In a forked process they are the parent's, and stay."""
+        self.engine.dispose(close=self._pid == os.getpid())
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -1,5 +1,8 @@
 """Leader election for anything: the lease and the guard without beat or tasks."""
 
+import os
+import subprocess
+import sys
 import threading
 from datetime import datetime, timezone
 
@@ -11,6 +14,7 @@ from celery_lease import election as election_module
 from celery_lease.elector import Elector
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import term_table
+from tests.services.base import ROOT
 
 
 @pytest.fixture
@@ -150,6 +154,40 @@ def test_an_interrupt_while_the_lease_is_released_skips_nothing(sqlite_url, monk
         pass
 
     assert sorted(done) == ["disposed", "stopped"]
+
+
+_FORK = """
+import os, sys
+from celery_lease import LeaderElection
+
+def stopped():
+    print("stopped" if os.getpid() == parent else "stopped in the child", flush=True)
+
+parent = os.getpid()
+election = LeaderElection(sys.argv[1], "janitor", ttl=60, on_stopped_leading=stopped)
+with election.lead(timeout=10) as leadership:
+    child = os.fork()
+    if child == 0:
+        print(leadership.trusted, flush=True)
+        sys.exit(0)
+    os.waitpid(child, 0)
+    leadership.check()
+    leadership._elector._renew(leadership._elector._tenure)
+    print(leadership.trusted, leadership._elector.renewals, flush=True)
+"""
+
+
+def test_a_process_that_is_forked_inside_the_block_leaves_the_term_alone(database_url):
+    """Leaving the block there must not release the lease under the one who still leads."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK, database_url],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ran.stdout.splitlines() == ["False", "True 1", "stopped"], ran.stderr
 
 
 def test_a_body_that_hangs_does_not_keep_the_lease(database_url):

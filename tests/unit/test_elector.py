@@ -663,6 +663,22 @@ def test_a_renewal_that_was_under_way_cannot_end_a_newer_term(store, clock, beat
     assert beat.term.epoch == 2
 
 
+def test_a_forked_process_neither_has_the_term_nor_ends_it(store, clock, beat, monkeypatch):
+    """It has no renewing thread, and what it ended would be its parent's."""
+    beat.campaign()
+    with monkeypatch.context() as child:
+        child.setattr("os.getpid", lambda: -1)
+        assert not beat.leading
+        with pytest.raises(LeaseLost, match="belongs to the one that got it"):
+            beat.check()
+        beat.concede("refused")
+        beat.close()
+
+    assert beat.actions == [Action.ACQUIRED]
+    assert "release" not in store.calls
+    assert beat.leading
+
+
 # --- closing ------------------------------------------------------------------------------
 
 
