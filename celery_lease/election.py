@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,7 +41,7 @@ __all__ = ["LeaderElection", "Leadership"]
 
 logger = logging.getLogger(__name__)
 
-_OVER = {Action.LOST, Action.RELEASED, Action.CONFLICT}
+_LOST = {Action.LOST, Action.CONFLICT}
 
 
 class Leadership:
@@ -128,8 +129,9 @@ class LeaderElection:
         stall_timeout: Seconds without :meth:`Leadership.check` after which renewing
             stops, so that a hung body does not keep the lease; None for never.
         on_started_leading: Called with the leadership when this process leads.
-        on_stopped_leading: Called when it does not any more, perhaps on another thread, and
-            late where the database hangs: :attr:`Leadership.trusted` ends on time.
+        on_stopped_leading: Called once when it does not any more: after the release where the
+            block ended first, otherwise perhaps on another thread, and late where the database
+            hangs: :attr:`Leadership.trusted` ends on time. An exception in it is logged.
         engine_options: Options for ``sqlalchemy.create_engine``.
         create: Whether missing tables are made.
 
@@ -191,22 +193,23 @@ class LeaderElection:
             NotWritable: The database is a replica or read-only.
         """
         settings = self.settings
-        stopped = _Once(self._on_stopped)
+        stopped = _Once(settings.name, self._on_stopped)
         with ExitStack() as ending:
             # The last that is named goes first, and an interrupt in it skips none of the others.
-            ending.callback(stopped.call)  # Owed where the term was lost before it was armed.
+            ending.callback(stopped.call)
             store = SQLLeaseStore.of(settings)
             ending.callback(store.dispose)
             fences = FenceStore.of(settings)
             ending.callback(fences.dispose)
             elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
             ending.callback(elector.close)
+            ending.callback(stopped.leave)
             term = self._campaign(store, elector, timeout)
             with suppress(StoreError):  # What led often leaves a long history.
                 prune(store.engine, term.name, retention=settings.retention, limit=PRUNE)
             elector.progress(0.0)
             leadership = Leadership(term, elector, fences)
-            stopped.armed = True
+            stopped.arm()
             if self._on_started is not None:
                 self._on_started(leadership)
             yield leadership
@@ -239,23 +242,47 @@ class LeaderElection:
 
 
 class _Once:
-    """Tells transitions, and calls back when a term that was started is over, once."""
+    """Tells transitions, and calls back when a term that was started is over, once.
 
-    def __init__(self, callback: Callable[[], None] | None) -> None:
-        self.armed = False
+    Never inside a step of the protocol that somebody waits for: what ends at the end of the
+    block is told after it.
+    """
+
+    def __init__(self, name: str, callback: Callable[[], None] | None) -> None:
+        self._name = name
         self._callback = callback
+        self._owed = False
+        self._leaving = False
+        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._tell = TransitionLog(logger)
 
     def observe(self, transition: Transition) -> None:
         self._tell(transition)
-        if transition.action in _OVER:
+        if transition.action in _LOST and not self._leaving:
             self.call()
+
+    def arm(self) -> None:
+        """Owe a call from now on: a term was started."""
+        self._owed = True
+
+    def leave(self) -> None:
+        """Leave the call to the end of the block: a release does not wait for it."""
+        self._leaving = True
 
     def call(self) -> None:
         """Call back, if a term was started and its end was not told yet."""
         if self._pid != os.getpid():
             return  # A fork left the block: the term goes on in the parent.
-        armed, self.armed = self.armed, False
-        if armed and self._callback is not None:
+        with self._lock:
+            owed, self._owed = self._owed, False
+        if not owed or self._callback is None:
+            return
+        try:
             self._callback()
+        except Exception:
+            logger.exception(
+                "lease %r: on_stopped_leading failed",
+                self._name,
+                extra={"action": "callback-failed", "lease_name": self._name},
+            )

@@ -9,7 +9,14 @@ from datetime import datetime, timezone
 import pytest
 import sqlalchemy as sa
 
-from celery_lease import ConfigurationError, LeaderElection, LeaseLost, MissingFence, StaleEpoch
+from celery_lease import (
+    ConfigurationError,
+    LeaderElection,
+    LeaseConflict,
+    LeaseLost,
+    MissingFence,
+    StaleEpoch,
+)
 from celery_lease import election as election_module
 from celery_lease.elector import Elector
 from celery_lease.stores.leases import SQLLeaseStore
@@ -103,6 +110,44 @@ def test_callbacks_tell_when_leading_begins_and_ends(database_url):
             leadership.check()
 
     assert told == [1, "stopped"]
+
+
+def test_the_end_of_the_block_is_told_on_its_own_thread_after_the_release(sqlite_url):
+    """Who takes its time to stop must not keep the lease, nor have it told as not released."""
+    seen = []
+
+    def stopped():
+        store = SQLLeaseStore(sqlite_url)
+        seen.append((threading.current_thread(), store.read("janitor").holder))
+        store.dispose()
+
+    with LeaderElection(sqlite_url, "janitor", on_stopped_leading=stopped).lead(timeout=10):
+        pass
+
+    assert seen == [(threading.current_thread(), None)]
+
+
+def test_a_callback_that_fails_changes_nothing_about_the_end(sqlite_url, monkeypatch, caplog):
+    """The conflict is recorded, the caller gets the error it was promised, and the log tells."""
+    recorded = threading.Event()
+    monkeypatch.setattr(SQLLeaseStore, "end_by_conflict", lambda *_: recorded.set())
+
+    def broken():
+        raise RuntimeError("cannot stop")
+
+    election = LeaderElection(
+        sqlite_url, "janitor", ttl=3, renew_interval=0.1, on_stopped_leading=broken
+    )
+    with election.lead(timeout=10) as leadership:
+        depose(sqlite_url, "janitor")
+        assert recorded.wait(10)
+        with pytest.raises(LeaseConflict):
+            leadership.check()
+    with election.lead(timeout=10):
+        pass
+
+    failed = [each for each in caplog.records if getattr(each, "action", "") == "callback-failed"]
+    assert [each.exc_info[0] for each in failed] == [RuntimeError, RuntimeError]
 
 
 def test_a_term_that_is_lost_before_its_body_begins_is_told_to_end(database_url, monkeypatch):
