@@ -15,15 +15,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
 import sqlalchemy as sa
 
-from celery_lease.errors import StoreContention
+from celery_lease.errors import CeleryLeaseError, StoreContention
 from celery_lease.lease import Holder, Lease, Term
 from celery_lease.occurrence import Occurrence, RunState
 from celery_lease.stamp import Stamp
+from celery_lease.stores.base import Raised
 from celery_lease.stores.dialects import utcnow
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table, run_table
@@ -130,7 +132,9 @@ class HeldLease:
         return None if epoch is None else int(epoch)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Release the lease if this term still holds it, and close the connections."""
+        with suppress(CeleryLeaseError):  # The database may be gone before its fixture.
+            self._store.release(self.term)
         self._store.dispose()
 
     def _scalar(self, query: sa.Select[Any]) -> str | None:
@@ -153,12 +157,16 @@ def hold(url: str, name: str = "celery") -> HeldLease:
         name: Name of the lease.
 
     Raises:
-        RuntimeError: Somebody holds it.
+        RuntimeError: Somebody holds it, or epochs went back in this database.
     """
     store = SQLLeaseStore(url)
-    store.prepare(create=True)
-    store.ensure(name)
-    return _take(url, name, store)
+    try:
+        store.prepare(create=True)
+        store.ensure(name)
+        return _take(url, name, store)
+    except BaseException:
+        store.dispose()
+        raise
 
 
 def run(
@@ -189,11 +197,17 @@ def _take(url: str, name: str, store: SQLLeaseStore) -> HeldLease:
     end = time.monotonic() + 30
     while True:
         try:
-            store.raise_fence(term)
+            raised = store.raise_fence(term)
         except StoreContention:
             # A guard in flight. A beat would renew and go on trying.
             if time.monotonic() > end:
                 raise
         else:
             break
+    if raised is not Raised.RAISED:
+        store.release(term)
+        raise RuntimeError(
+            f"the lease {name!r} was granted at epoch {term.epoch}, but its fence is "
+            f"{raised.value}: take a fresh database"
+        )
     return HeldLease(url, term, store)

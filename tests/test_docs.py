@@ -429,6 +429,9 @@ def test_the_tests_of_the_how_to_pass(tmp_path: Path) -> None:
         "conftest.py": conftest,
         "proj/tasks.py": tasks,
         "test_summaries.py": "\n".join(tests),
+        # Two of one name, the first of which leaves its lease with another.
+        "test_same.py": "def test_it(lease):\n    lease.depose()\n",
+        "test_same_again.py": "def test_it(lease):\n    assert lease.epoch == 1\n",
     }
     (tmp_path / "proj").mkdir()
     for name, text in files.items():
@@ -436,7 +439,7 @@ def test_the_tests_of_the_how_to_pass(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:celery", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{sum(each.count('def test_') for each in tests)} passed" in done.stdout
+    assert f"{sum(each.count('def test_') for each in tests) + 2} passed" in done.stdout
 
 
 def test_the_tutorials_program_does_what_the_tutorial_says(tmp_path: Path) -> None:

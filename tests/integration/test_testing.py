@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 from celery_lease import FencedTask
 from celery_lease.execution import fence_store
 from celery_lease.settings import Settings
+from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.testing import HeldLease, hold, run
 from tests.integration.workshop import Workshop
+from tests.leases import opened
 from tests.services.base import ROOT
 
 
@@ -24,6 +28,48 @@ def test_a_held_lease_is_nobody_elses(sqlite_url: str) -> None:
     with pytest.raises(RuntimeError, match="held by"):
         hold(sqlite_url)
     lease.close()
+
+
+def test_closing_gives_the_lease_back(database_url: str) -> None:
+    """The next test may hold one of the same name; a term that is not ours any more stays."""
+    first = hold(database_url)
+    first.close()
+    second = hold(database_url)
+    third = second.depose()
+    second.close()
+    with pytest.raises(RuntimeError, match="held by"):
+        hold(database_url)
+    third.close()
+
+
+def test_closing_does_not_need_the_database(sqlite_url: str) -> None:
+    """Its fixture may be torn down first; an error there would hide the test's own."""
+    lease = hold(sqlite_url)
+    with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))) as connection:
+        connection.execute("DROP TABLE celery_lease")
+    lease.close()
+
+
+def test_a_lease_whose_fence_is_not_raised_is_not_held(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every task under it would be refused as stale, and nobody would know why."""
+    disposed: list[SQLLeaseStore] = []
+    dispose = SQLLeaseStore.dispose
+    monkeypatch.setattr(
+        SQLLeaseStore, "dispose", lambda self: (disposed.append(self), dispose(self))
+    )
+    hold(sqlite_url).close()
+    with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))) as connection:
+        connection.execute("UPDATE celery_lease_fence SET epoch = 41, term = 'lost'")
+        connection.commit()
+    with pytest.raises(RuntimeError, match="its fence is conflict"):
+        hold(sqlite_url)
+    assert len(disposed) == 2
+    with opened(sqlite_url) as store:
+        lease = store.read("celery")
+        assert lease is not None
+        assert lease.holder is None
 
 
 def test_deposing_gives_the_next_epoch(sqlite_url: str) -> None:
