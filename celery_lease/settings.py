@@ -24,8 +24,6 @@ __all__ = ["PREFIX", "Settings", "duration", "misfire_policy"]
 #: Every setting of this package begins with this.
 PREFIX = "beat_lease_"
 
-_SPOKEN = re.compile(rf"(?:[A-Z][A-Z0-9]*_)?{PREFIX}(\w+)", re.IGNORECASE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -266,10 +264,17 @@ def _require(holds: bool, name: str, value: object, way_out: str) -> None:
 
 
 def _reject_unknown(conf: Mapping[str, Any]) -> None:
-    """Refuse a ``beat_lease_*`` name that nothing would read: it is a typing error."""
+    """Refuse a ``beat_lease_*`` name that nothing would read: it is a typing error.
+
+    What has another namespace than this app may be another app's.
+    """
     known = {each.name for each in fields(Settings)}
-    for key in list(conf.keys()):
-        spoken = _SPOKEN.fullmatch(str(key))
+    keys = list(conf.keys())  # Before them Celery does not know the namespace.
+    # Without a namespace, the usual one is there because it was not given to Celery.
+    namespace = re.escape(getattr(conf, "prefix", None) or "CELERY_")
+    pattern = re.compile(rf"(?:{namespace})?{PREFIX}(\w+)", re.IGNORECASE)
+    for key in keys:
+        spoken = pattern.fullmatch(str(key))
         if spoken is None:
             continue
         name = spoken.group(1).lower()

@@ -117,13 +117,27 @@ def test_a_misspelt_setting_names_the_one_that_was_meant(name, meant):
     assert error.setting == name
 
 
-def test_a_misspelt_setting_is_found_under_a_namespace():
+@pytest.mark.parametrize("namespace", ["CELERY", "MY_APP", "celery"])
+def test_a_misspelt_setting_is_found_under_a_namespace(namespace):
     """The same, in the spelling that the user sees."""
+    name = f"{namespace}_BEAT_LEASE_TT1"
     app = Celery("tests", set_as_current=False)
-    app.config_from_object({"CELERY_BEAT_LEASE_TT1": 60}, namespace="CELERY")
+    app.config_from_object({name: 60}, namespace=namespace)
 
-    with pytest.raises(ConfigurationError, match="beat_lease_ttl"):
+    with pytest.raises(ConfigurationError, match=f"{name}.*beat_lease_ttl"):
         Settings.from_conf(app.conf)
+
+
+def test_two_apps_may_have_their_settings_in_one_module():
+    """Each reads those of its own namespace; the other's are neither misspelt nor forgotten."""
+    module = {"CELERY_BEAT_LEASE_TTL": 60, "MY_APP_BEAT_LEASE_NAME": "mine"}
+    found = []
+    for namespace in ("CELERY", "MY_APP"):
+        app = Celery("tests", set_as_current=False)
+        app.config_from_object(module, namespace=namespace)
+        found.append(Settings.from_conf(app.conf))
+
+    assert [(each.ttl, each.name) for each in found] == [(60, "celery"), (30, "mine")]
 
 
 def test_a_setting_in_a_spelling_that_celery_does_not_read_is_an_error():
