@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from celery_lease.stores.schema import metadata
     from celery_lease.task import FencedTask
 
+    #: The version that is installed.
+    __version__: str
+
 __all__ = [
     # Beat's side
     "LeasedScheduler",
@@ -92,16 +95,18 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name when it is first asked for: a worker needs no scheduler."""
-    if name == "__version__":
-        try:
-            return version("celery-lease")
-        except PackageNotFoundError:
-            return "0+unknown"
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+if not TYPE_CHECKING:  # A type checker would take it for any name.
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name when it is first asked for: a worker needs no scheduler."""
+        if name == "__version__":
+            try:
+                return version("celery-lease")
+            except PackageNotFoundError:
+                return "0+unknown"
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

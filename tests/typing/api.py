@@ -24,6 +24,8 @@ from celery_lease import (
 app = Celery("typed")
 install(app)
 version: str = celery_lease.__version__
+# No such name: it must be an error.
+misspelt: object = celery_lease.LeaderElecton  # type: ignore[attr-defined]
 highly_available: type = leased(LeasedScheduler)
 
 
