@@ -223,8 +223,8 @@ class LeaderElection:
                     store.prepare(create=self.settings.auto_init)
                     store.ensure(self.settings.name)
                     prepared = True
-                if elector.campaign():
-                    return elector.check()
+                if elector.campaign() and (term := elector.term) is not None:
+                    return term  # Otherwise lost again in between: by a pause of this process.
             except (StoreUnavailable, StoreContention) as error:
                 logger.warning(
                     "lease %r: the lease database does not answer: %s",

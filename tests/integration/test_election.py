@@ -235,6 +235,24 @@ def test_a_process_that_is_forked_inside_the_block_leaves_the_term_alone(databas
     assert ran.stdout.splitlines() == ["False", "True 1", "stopped"], ran.stderr
 
 
+def test_a_term_that_is_lost_right_after_its_grant_is_campaigned_for_again(
+    sqlite_url, monkeypatch
+):
+    """A pause of the process there is nothing that the caller could do about."""
+
+    class Paused(Elector):
+        def campaign(self):
+            granted = super().campaign()
+            if granted and self.term.epoch == 1:
+                self._tenure.trusted_until = self.clock.now()
+            return granted
+
+    monkeypatch.setattr(election_module, "Elector", Paused)
+    election = LeaderElection(sqlite_url, "janitor", ttl=0.5, retry_interval=0.1)
+    with election.lead(timeout=10) as leadership:
+        assert leadership.epoch == 2
+
+
 def test_a_body_that_hangs_does_not_keep_the_lease(database_url):
     """With a stall timeout, renewing stops when check() has not been called in time."""
     election = LeaderElection(database_url, "janitor", ttl=1.0, stall_timeout=0.2)
