@@ -24,6 +24,7 @@ from typing import Any
 from celery_lease.elector import Elector
 from celery_lease.errors import (
     ConfigurationError,
+    LeaseLost,
     StoreContention,
     StoreError,
     StoreUnavailable,
@@ -75,9 +76,17 @@ class Leadership:
         It also counts as progress, for ``stall_timeout``.
 
         Raises:
-            LeaseLost: The lease may not be trusted any more.
+            LeaseLost: The lease may not be trusted any more. It tells the epoch that was held,
+                and the current one where the database was asked.
         """
-        self._elector.check()
+        try:
+            self._elector.check()
+        except LeaseLost as error:
+            # Whoever noticed first, perhaps on another thread, had the elector forget the term.
+            error.held_epoch, seen = self.term.epoch, self._elector.seen
+            if seen is not None and seen.epoch >= self.term.epoch:
+                error.current_epoch = seen.epoch
+            raise
         self._elector.progress(0.0)
 
     @contextmanager

@@ -95,7 +95,7 @@ class Elector:
         self.clock = clock or SystemClock()
         #: How many times the current and earlier terms were renewed.
         self.renewals = 0
-        #: What the last lost campaign saw.
+        #: What the last lost campaign saw, or the renewal that found the term lost.
         self.seen: Lease | None = None
         self._observe = observe
         self._tenure: _Tenure | None = None
@@ -429,6 +429,7 @@ class Elector:
             lease = self.store.read(self.settings.name)
         except Exception:  # noqa: BLE001 - it is over, whatever this was
             lease = None
+        self.seen = lease
         if lease is not None and lease.epoch > tenure.term.epoch:
             # Whoever took it cannot have waited for our expiry, if we still trust it.
             early = self._trusts(tenure)

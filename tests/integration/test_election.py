@@ -68,6 +68,23 @@ def test_a_leader_writes_under_its_epoch_and_releases_at_the_end(database_url, t
     assert writes(target) == [("janitor", 1), ("janitor", 2)]
 
 
+def test_a_loss_that_the_renewing_thread_noticed_is_told_with_both_epochs(sqlite_url):
+    """It notices first as a rule: what is logged or compared must not be epoch 0 then."""
+    ended = threading.Event()
+    with LeaderElection(sqlite_url, "janitor").lead(timeout=10):
+        pass
+    election = LeaderElection(
+        sqlite_url, "janitor", ttl=3, renew_interval=0.05, on_stopped_leading=ended.set
+    )
+    with election.lead(timeout=10) as leadership:
+        depose(sqlite_url, "janitor")
+        assert ended.wait(10)
+        with pytest.raises(LeaseLost) as lost:
+            leadership.check()
+
+    assert (lost.value.held_epoch, lost.value.current_epoch) == (2, 3)
+
+
 def test_the_write_of_a_deposed_leader_is_refused(database_url, target):
     """It may still believe in its lease: the transaction is what finds out."""
     with LeaderElection(database_url, "janitor", ttl=60).lead(timeout=10) as first:
