@@ -23,6 +23,7 @@ from typing import Any
 
 from celery_lease.elector import Elector
 from celery_lease.errors import (
+    CeleryLeaseError,
     ConfigurationError,
     LeaseLost,
     StoreContention,
@@ -168,7 +169,7 @@ class LeaderElection:
         def seconds(setting: str, given: float | None, default: float) -> float:
             return default if given is None else duration(setting, given)
 
-        try:
+        with _named_here():
             self.settings = Settings(
                 url=url,
                 name=name,
@@ -180,11 +181,6 @@ class LeaderElection:
                 engine_options=engine_options or {},
                 auto_init=create,
             )
-        except ConfigurationError as error:
-            # They are parameters here, and no settings of an app.
-            raise ConfigurationError(
-                str(error).replace(PREFIX, ""), setting=error.setting.removeprefix(PREFIX)
-            ) from None
         self._on_started = on_started_leading
         self._on_stopped = on_stopped_leading
 
@@ -206,14 +202,16 @@ class LeaderElection:
         with ExitStack() as ending:
             # The last that is named goes first, and an interrupt in it skips none of the others.
             ending.callback(stopped.call)
-            store = SQLLeaseStore.of(settings)
-            ending.callback(store.dispose)
-            fences = FenceStore.of(settings)
-            ending.callback(fences.dispose)
-            elector = Elector(store, settings, holder=Holder.current(), observe=stopped.observe)
-            ending.callback(elector.close)
-            ending.callback(stopped.leave)
-            term = self._campaign(store, elector, timeout)
+            with _named_here():
+                store = SQLLeaseStore.of(settings)
+                ending.callback(store.dispose)
+                fences = FenceStore.of(settings)
+                ending.callback(fences.dispose)
+                holder = Holder.current()
+                elector = Elector(store, settings, holder=holder, observe=stopped.observe)
+                ending.callback(elector.close)
+                ending.callback(stopped.leave)
+                term = self._campaign(store, elector, timeout)
             with suppress(StoreError):  # What led often leaves a long history.
                 prune(store.engine, term.name, retention=settings.retention, limit=PRUNE)
             elector.progress(0.0)
@@ -248,6 +246,22 @@ class LeaderElection:
                     raise TimeoutError(f"the lease {self.settings.name!r} was not to be had")
                 wait = min(wait, left)
             elector.wait(wait)
+
+
+@contextmanager
+def _named_here() -> Iterator[None]:
+    """Have errors name parameters of :class:`LeaderElection`, and not settings of an app."""
+    try:
+        yield
+    except CeleryLeaseError as error:
+        error.args = (_named(str(error)),)
+        if isinstance(error, ConfigurationError):
+            error.setting = _named(error.setting)
+        raise
+
+
+def _named(text: str) -> str:
+    return text.replace(f"{PREFIX}auto_init", "create").replace(PREFIX, "")
 
 
 class _Once:

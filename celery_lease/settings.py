@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -74,6 +75,7 @@ class Settings:
             self.engine_options,
             "give a dict of options for sqlalchemy.create_engine",
         )
+        _require(isinstance(self.name, str), "name", self.name, "give a string")
         _require(
             0 < len(self.name) <= 128, "name", self.name, "give a name of 1 to 128 characters"
         )
@@ -152,9 +154,14 @@ def duration(setting: str, value: Any) -> float:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
+    try:
+        finite = number and math.isfinite(value)
+    except OverflowError:  # A whole number that no float can hold.
+        finite = False
+    if not finite:
         raise ConfigurationError(
-            f"{setting} = {value!r} is not a duration; give seconds as a number or a timedelta",
+            f"{setting} = {reprlib.repr(value)} is not a duration; give seconds as a number or a "
+            f"timedelta",
             setting=setting,
         )
     if value > LONGEST:

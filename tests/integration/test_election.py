@@ -15,6 +15,7 @@ from celery_lease import (
     LeaseConflict,
     LeaseLost,
     MissingFence,
+    SchemaMismatch,
     StaleEpoch,
 )
 from celery_lease import election as election_module
@@ -326,6 +327,27 @@ def test_impossible_durations_are_refused_at_once(database_url):
 
     assert "beat_lease" not in str(refused.value), "it is a parameter here, and no setting"
     assert refused.value.setting == "renew_interval"
+
+
+def test_errors_out_of_leading_name_parameters(sqlite_url):
+    """Whoever has no app looks in vain for its settings."""
+    wrong = {
+        "url": LeaderElection("postgres://app@db/app", "janitor"),
+        "engine_options": LeaderElection(sqlite_url, "janitor", engine_options={"nope": 1}),
+        "create": LeaderElection(sqlite_url, "janitor", create=False),
+    }
+    for parameter, election in wrong.items():
+        with pytest.raises((ConfigurationError, SchemaMismatch), match=parameter) as refused:
+            election.lead(timeout=0).__enter__()
+        assert "beat_lease" not in str(refused.value)
+        assert getattr(refused.value, "setting", parameter) == parameter
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"janitor"])
+def test_a_name_that_is_no_string_is_refused_at_once(sqlite_url, wrong):
+    """A database may take bytes for another name."""
+    with pytest.raises(ConfigurationError, match=r"^name = "):
+        LeaderElection(sqlite_url, wrong)
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), "30", 10**11])

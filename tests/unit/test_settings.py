@@ -199,6 +199,16 @@ def test_what_is_no_duration_is_refused(name, value):
     assert repr(value) in str(error) or f"{value:g}" in str(error)
 
 
+@pytest.mark.parametrize("value", [10**400, -(10**400)], ids=["huge", "minus huge"])
+def test_a_duration_that_no_float_can_hold_is_refused(value):
+    """A unit that was mistaken twice; the whole number would fill the line."""
+    error = wrong(beat_lease_ttl=value)
+
+    assert "beat_lease_ttl = " in str(error)
+    assert "000" in str(error)
+    assert len(str(error)) < 200
+
+
 OTHERS = {
     "url": ["", 7],
     "engine_options": ["pool_size=5", 7],
