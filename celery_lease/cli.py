@@ -19,7 +19,12 @@ import click
 
 from celery_lease import canary
 from celery_lease.elector import Elector
-from celery_lease.errors import CeleryLeaseError, ConfigurationError, StoreUnavailable
+from celery_lease.errors import (
+    CeleryLeaseError,
+    ConfigurationError,
+    StoreError,
+    StoreUnavailable,
+)
 from celery_lease.lease import MAX_EPOCH, Holder, Lease, TermRecord
 from celery_lease.settings import Settings, positive_duration
 from celery_lease.stores import ddl
@@ -101,19 +106,27 @@ def _store(settings: Settings, *, statement_wait: float = 10.0) -> Iterator[SQLL
 
 @contextmanager
 def _one_line(url: str) -> Iterator[None]:
-    """Name the setting where a database cannot be reached."""
+    """Name the setting and the database where that did not do what it was asked."""
     shown = masked(url)
     try:
         yield
-    except StoreUnavailable as error:
-        said = f"beat_lease_url = {shown!r}: {error}"
-        if is_certainly_wrong(error, url):
-            what = "user, password or database" if file_of(url) is None else "directory"
-            raise ConfigurationError(
-                f"{said}; correct its {what}", setting="beat_lease_url"
-            ) from None
-        up = "is the database up" if file_of(url) is None else "may this user open it"
-        raise StoreUnavailable(f"{said}; {up}?") from None
+    except StoreError as error:
+        said = str(error)
+        if shown not in said:
+            said = f"beat_lease_url = {shown!r}: {said}"
+        if isinstance(error, StoreUnavailable):
+            on_a_server = file_of(url) is None
+            if is_certainly_wrong(error, url):
+                what = "user, password or database" if on_a_server else "directory"
+                raise ConfigurationError(
+                    f"{said}; correct its {what}", setting="beat_lease_url"
+                ) from None
+            if on_a_server:
+                said += "; is the database up?"
+            elif "unable to open" in said:
+                said += "; may this user open it?"
+        error.args = (said,)
+        raise
 
 
 # --- looking ------------------------------------------------------------------------------
@@ -366,7 +379,7 @@ def _sentence(seen: Lease) -> str:
 
 
 def _line(term: TermRecord) -> str:
-    end = f"{_instant(term.ended_at)} {term.ended}" if term.ended_at else "…"
+    end = f"{_instant(term.ended_at)} {term.ended}" if term.ended_at else "..."
     return f"{term.name}: epoch {term.epoch}  {term.holder}  {_instant(term.acquired_at)} .. {end}"
 
 

@@ -24,6 +24,7 @@ from celery_lease.stores.schema import metadata
 from celery_lease.testing import hold
 from tests.leases import NAME, expire, grant, opened
 from tests.services import TCPProxy, wait_until
+from tests.services.base import ROOT
 
 
 def _runner() -> CliRunner:
@@ -227,6 +228,51 @@ def test_a_directory_that_is_not_there_is_a_wrong_setting(tmp_path):
 
     assert done.status == 2
     assert "correct its directory" in done.err
+
+
+@pytest.mark.parametrize("command", ["status", "history", "init", "acquire", "check"])
+def test_a_file_that_is_no_database_is_named_with_its_setting(tmp_path, command):
+    """One URL of several is wrong, and the driver does not say which."""
+    (tmp_path / "notes.txt").write_text("no database at all " * 100)
+    done = run(command, beat_lease_url=f"sqlite:///{tmp_path}/notes.txt")
+
+    named = f"beat_lease_url = 'sqlite:///{tmp_path}/notes.txt': file is not a database"
+    assert (done.status, done.err) == (3, f"Error: {named}\n")
+
+
+def test_a_file_that_cannot_be_opened_is_asked_about(tmp_path):
+    """Who runs the command is often somebody else than beat."""
+    done = run("init", beat_lease_url=f"sqlite:///{tmp_path}")
+
+    assert done.status == 3
+    assert done.err.endswith("; may this user open it?\n")
+
+
+def test_a_lock_that_is_not_to_be_had_names_the_database_and_asks_nothing(sqlite_url):
+    """It can be opened: who is told to look at rights looks at the wrong thing."""
+    with opened(sqlite_url) as store, store.engine.begin() as connection:
+        lock_row = sa.text("UPDATE celery_lease SET epoch = epoch")
+        connection.execute(lock_row)
+        done = run("raise", "--to", "9", beat_lease_url=sqlite_url)
+
+    assert done.err == f"Error: beat_lease_url = {sqlite_url!r}: database is locked\n"
+
+
+def test_history_can_be_printed_where_output_is_latin_1(sqlite_url, tmp_path):
+    """A terminal or a cron job without UTF-8 is where somebody looks after an incident."""
+    run("acquire", "--url", sqlite_url, "--name", NAME)
+    command = [sys.executable, "-m", "celery", "lease", "history"]
+    done = subprocess.run(
+        [*command, "--url", sqlite_url, "--name", NAME],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(" .. ...\n")
 
 
 def test_history_tells_who_led_when_and_how_it_ended(database_url):
