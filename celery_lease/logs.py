@@ -11,6 +11,8 @@ from typing import Any
 
 from celery import signals
 from celery.app import defaults
+from celery.app.log import TaskFormatter
+from celery.utils.log import ColorFormatter
 
 from celery_lease.errors import FencingError
 from celery_lease.stamp import current_stamp
@@ -21,6 +23,9 @@ __all__ = ["LeaseFilter", "install"]
 _PROCESS: str = defaults.DEFAULT_PROCESS_LOG_FMT  # type: ignore[attr-defined]
 _TASK: str = defaults.DEFAULT_TASK_LOG_FMT  # type: ignore[attr-defined]
 
+#: Those that can be made again with another format: a class of the user's may take no such
+#: argument, or have more to it.
+_KNOWN = (logging.Formatter, ColorFormatter, TaskFormatter)
 #: Celery's default formats, with room for the epoch where there is one.
 _TAGGED = {
     _PROCESS: _PROCESS.replace("] ", "]%(lease_tag)s ", 1),
@@ -76,7 +81,7 @@ def _equip(logger: logging.Logger | None = None, **_: Any) -> None:
             handler.addFilter(LeaseFilter())
         old = handler.formatter
         tagged = _TAGGED.get(getattr(old, "_fmt", None) or "")
-        if old is not None and tagged is not None:
+        if old is not None and tagged is not None and type(old) in _KNOWN:
             options = {"use_color": old.use_color} if hasattr(old, "use_color") else {}
             new = type(old)(tagged, **options)
             new.datefmt = old.datefmt  # No argument for it before Celery 5.6.

@@ -3,13 +3,16 @@
 import json
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from celery.app.defaults import DEFAULT_PROCESS_LOG_FMT
 
 from celery_lease import LeaseFilter
 from celery_lease.journal import TransitionLog, sentence
 from celery_lease.lease import Lease
+from celery_lease.logs import _equip
 from celery_lease.testing import hold
 from celery_lease.transition import Action, Transition
 from tests.services.processes import CeleryProcess
@@ -111,6 +114,23 @@ def test_the_filter_serves_those_who_use_dictconfig(said):
 
     assert line(log, "task stamped") == f"E=1 L=celery R={task_id} task stamped"
     assert line(log, "module plain") == "E=- L=- R=- module plain"
+
+
+def test_a_formatter_of_the_users_own_is_left_as_it_is():
+    """Celery's format in a class that takes none: made anew it would fail, or be another."""
+
+    class Own(logging.Formatter):
+        def __init__(self):
+            super().__init__(DEFAULT_PROCESS_LOG_FMT)
+
+    handlers = [logging.StreamHandler(), logging.StreamHandler()]
+    handlers[0].setFormatter(own := Own())
+    handlers[1].setFormatter(logging.Formatter(DEFAULT_PROCESS_LOG_FMT))
+    _equip(SimpleNamespace(handlers=handlers))
+
+    assert handlers[0].formatter is own
+    assert "lease_tag" in handlers[1].formatter._fmt
+    assert all(isinstance(each.filters[0], LeaseFilter) for each in handlers)
 
 
 def test_the_filter_leaves_a_record_alone_that_has_the_fields():
