@@ -29,6 +29,7 @@ from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.task import FencedTask
 from celery_lease.testing import hold, run
 from celery_lease.transition import Action
+from tests.leases import opened
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -440,6 +441,43 @@ def test_the_tests_of_the_how_to_pass(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{sum(each.count('def test_') for each in tests) + 2} passed" in done.stdout
+
+
+_CONTROLLER = """
+import signal
+
+import sqlalchemy as sa
+from sqlalchemy.orm import sessionmaker
+
+Session = sessionmaker(sa.create_engine({url!r}))
+
+
+def tidy(session, epoch):
+    print("leads under epoch", epoch, flush=True)
+    signal.pause()
+
+"""
+
+
+def test_the_controller_of_the_election_page_releases_its_lease_on_sigterm(
+    sqlite_url: str,
+) -> None:
+    """A deployment stops it that way: the next one must not wait for the ttl."""
+    code = next(each.values[0] for each in _python_blocks() if each.id == "election-1")
+    code = code.replace("postgresql+psycopg://app@db/app", sqlite_url)
+    with subprocess.Popen(
+        [sys.executable, "-c", _CONTROLLER.format(url=sqlite_url) + code],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as controller:
+        assert controller.stdout is not None
+        assert controller.stdout.readline() == "leads under epoch 1\n"
+        controller.terminate()
+        assert controller.wait(20) == 0
+    with opened(sqlite_url, name="janitor") as store:
+        lease = store.read("janitor")
+        assert lease is not None
+        assert lease.holder is None
 
 
 def test_the_tutorials_program_does_what_the_tutorial_says(tmp_path: Path) -> None:
