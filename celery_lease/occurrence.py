@@ -45,7 +45,11 @@ class MisfirePolicy(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """One planned firing of one entry, as a task sees it in ``self.occurrence``."""
+    """One planned firing of one entry, as a task sees it in ``self.occurrence``.
+
+    Raises:
+        TypeError: *due_at* is no aware datetime.
+    """
 
     #: Name of the lease.
     lease: str
@@ -55,6 +59,12 @@ class Occurrence:
     due_at: datetime
     #: 1 for the first dispatch, larger when it had to be dispatched again.
     attempt: int = 1
+
+    def __post_init__(self) -> None:
+        if getattr(self.due_at, "tzinfo", None) is None:  # Its id would be the host's zone's.
+            raise TypeError(
+                f"due_at = {self.due_at!r} is not an aware datetime; give one that knows its zone"
+            )
 
     @property
     def run_id(self) -> str:

@@ -128,3 +128,10 @@ def test_of_grace_and_deadline_the_tighter_one_counts_and_is_named(grace, deadli
 def test_an_unknown_count_stays_unknown():
     """Years of missed crontab minutes are not counted one by one."""
     assert decide(LATEST, 2, 1, count=None).skipped.count is None
+
+
+@pytest.mark.parametrize("wrong", [NOON.replace(tzinfo=None), "2025-03-30T06:00:00Z", None])
+def test_an_occurrence_is_due_at_an_instant(wrong):
+    """A naive datetime would have another run id on each host with another zone."""
+    with pytest.raises(TypeError, match=r"due_at = .* is not an aware datetime"):
+        Occurrence(lease="l", entry="e", due_at=wrong)
