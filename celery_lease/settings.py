@@ -79,6 +79,9 @@ class Settings:
         _require(
             0 < len(self.name) <= 128, "name", self.name, "give a name of 1 to 128 characters"
         )
+        # MariaDB takes 'a' and 'a ' for one name, and the other databases for two.
+        bare = self.name == self.name.strip()
+        _require(bare, "name", self.name, "remove the white space around it")
         positive = ("ttl", "renew_interval", "margin", "retry_interval", "stall_timeout")
         for name in (*positive, "redispatch_after", "guard_idle", "retention"):
             value = getattr(self, name)
