@@ -82,6 +82,7 @@ class Settings:
         # MariaDB takes 'a' and 'a ' for one name, and the other databases for two.
         bare = self.name == self.name.strip()
         _require(bare, "name", self.name, "remove the white space around it")
+        _require(self.name.isprintable(), "name", self.name, "give a name that can be printed")
         positive = ("ttl", "renew_interval", "margin", "retry_interval", "stall_timeout")
         for name in (*positive, "redispatch_after", "guard_idle", "retention"):
             value = getattr(self, name)

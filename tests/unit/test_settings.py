@@ -212,7 +212,7 @@ def test_a_duration_that_no_float_can_hold_is_refused(value):
 OTHERS = {
     "url": ["", 7],
     "engine_options": ["pool_size=5", 7],
-    "name": ["", "x" * 129, 7, "celery ", "\tcelery"],
+    "name": ["", "x" * 129, 7, "celery ", "\tcelery", "a\nb", "a\0b"],
     "misfire": ["sometimes", 7],
     "grace": [-1, "soon"],
     "catch_up_limit": [0, 1.5, True],
