@@ -195,7 +195,6 @@ class Guard:
         except SchemaMismatch:
             return missing_fence(self.ticket.lease, masked(connection.engine.url))
         except NotWritable as problem:
-            self._state = _State.OPEN
             return self._forbidden(connection, problem) or problem
         except (StoreUnavailable, StoreContention) as problem:
             error = problem.__cause__ or problem
@@ -203,18 +202,25 @@ class Guard:
                 return error
         except sa.exc.IntegrityError as duplicate:
             error = duplicate
-        self._state = _State.OPEN  # The server said no, to a COMMIT as well.
         # Neither "no row" nor a serialization failure is an answer: look again, afresh.
         _roll_back(connection)
         return self._reason(connection) or error or self._contention()
 
     def _passes(self, way: Direct, *, alone: bool) -> bool:
         """Run the guard's statement, with the COMMIT where nobody else has anything to add."""
-        commit = alone and database_of(way.dialect).brings_commit(way)
-        if commit:
-            self._state = _State.PASSED
         idle = self._store.idle
-        return passes(way, self.ticket, final=self._final, idle=idle, commit=commit)
+        if not (alone and database_of(way.dialect).brings_commit(way)):
+            return passes(way, self.ticket, final=self._final, idle=idle)
+        self._state = _State.PASSED
+        try:
+            passed = passes(way, self.ticket, final=self._final, idle=idle, commit=True)
+        except sa.exc.DBAPIError as error:
+            if not error.connection_invalidated:
+                self._state = _State.OPEN  # The server said no, to the COMMIT as well.
+            raise
+        if not passed:
+            self._state = _State.OPEN
+        return passed
 
     def _reason(self, connection: sa.Connection) -> BaseException | None:
         try:

@@ -12,7 +12,14 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, sessionmaker
 
-from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
+from celery_lease.errors import (
+    AlreadySettled,
+    FencingError,
+    StaleEpoch,
+    StoreContention,
+    StoreError,
+    StoreUnavailable,
+)
 from celery_lease.stores.base import Raised
 from tests.integration.test_guard_sqlalchemy import Desk, Note, write
 from tests.leases import grant
@@ -498,6 +505,31 @@ def test_a_constraint_that_is_checked_at_the_commit_is_an_error_of_the_users_own
     with fence.transaction(desk.engine) as connection:
         write(connection, 1)
     assert desk.notes() == [1]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("final", [False, True])
+def test_a_transaction_that_the_user_has_broken_is_not_taken_for_a_moving_fence(
+    postgresql_url: str, desks: Callable[..., Desk], late: bool, final: bool
+) -> None:
+    """An error that the body swallowed: tried later, it would come to the same."""
+    desk = desks(postgresql_url)
+    if late:
+        sa.event.listen(desk.engine, "commit", lambda connection: None)
+    fence = desk.fence()
+    with (
+        pytest.raises(StoreError, match="aborted") as caught,
+        fence.transaction(desk.engine, final=final) as connection,
+    ):
+        write(connection, 1)
+        with suppress(sa.exc.DBAPIError):
+            connection.exec_driver_sql("SELECT 1/0")
+    assert not isinstance(caught.value, (StoreContention, StoreUnavailable))
+    assert (fence.settled, fence.refused) == (False, None)
+    with fence.transaction(desk.engine) as connection:
+        write(connection, 2)
+    assert desk.notes() == [2]
 
 
 @pytest.mark.parametrize("arrives", [True, False])
