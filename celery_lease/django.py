@@ -58,6 +58,7 @@ class _LeasedRow(ScheduleEntry):
         values |= {"enabled": False, "last_run_at": None, "date_changed": timezone.now()}
         rows = type(row).objects.filter(pk=row.pk, enabled=True, **as_read)
         row.enabled = False
+        row.total_run_count = values.get("total_run_count", row.total_run_count)
         return bool(rows.update(**values))
 
 

@@ -213,7 +213,7 @@ def _check_task(name: str, task: Any, options: Any) -> None:
             f"{setting} = {task!r} is not the name of a task; give its name",
             setting=setting,
         )
-    if options is not None and not isinstance(options, Mapping):
+    if options and not isinstance(options, Mapping):
         setting = f"beat_schedule[{name!r}]['options']"
         raise ConfigurationError(
             f"{setting} = {options!r} is not a dict; give options of apply_async by their names",

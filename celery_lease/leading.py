@@ -289,7 +289,7 @@ class LeaseMixin(LeasedSends):
         if self._set_up:
             return
         self._before = {
-            name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
+            name: (value, type(value)(value) if self._is_its_own(value) else None)
             for name, value in self._led().items()
         }
         try:
@@ -330,6 +330,10 @@ class LeaseMixin(LeasedSends):
             if content is not None:
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(content)
+
+    def _is_its_own(self, value: Any) -> bool:
+        """Return whether an attribute is a container that nobody else goes on filling."""
+        return type(value) in _CONTAINERS and value is not self.app.conf.beat_schedule
 
     def _led(self) -> dict[str, Any]:
         """Return the attributes that are the led scheduler's own to set.

@@ -155,7 +155,9 @@ class Publisher:
 
         In doubt it may: a result backend that is away raises what its driver raises.
         """
-        return not isinstance(_cause(error), _OF_THE_MESSAGE)
+        cause = _cause(error)
+        # A certificate that is not trusted is a ValueError, too.
+        return isinstance(cause, OSError) or not isinstance(cause, _OF_THE_MESSAGE)
 
     def _is_brokers(self, error: BaseException) -> bool:
         """Return whether *error* is the broker's, and not a third party's."""

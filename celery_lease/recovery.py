@@ -167,11 +167,8 @@ class Recovery:
 
     def over(self, run: Run) -> Ending | None:
         """Return why a run that waits to be sent is not to be any more; None if it is."""
-        try:
-            entry = self._find(run.entry)
-        except Exception:  # noqa: BLE001 - a scheduler's own store; met again where it is sent
-            return None
-        return self._ending(run, entry)
+        read, entry = self._read(run.entry)
+        return self._ending(run, entry) if read else None
 
     def _entries_of(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Return the entries of runs as they are now, by the run's id, where they can be read."""

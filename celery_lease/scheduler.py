@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -63,13 +64,14 @@ def leased(cls: type[Scheduler]) -> type[Scheduler]:
     ours = _defined(mixin, but=PersistentScheduler) - {*dir(PersistentScheduler), *_HOOKS}
     if clash := ours & _defined(cls, but=PersistentScheduler):
         raise taken(cls.__name__, ", ".join(map(repr, sorted(clash))))
-    hooks = {name: getattr(cls, name) for name in _HOOKS if hasattr(cls, name)}
+    hooks = {name: inspect.getattr_static(cls, name) for name in _HOOKS if hasattr(cls, name)}
     return type(f"Leased{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__, **hooks})
 
 
 def _defined(cls: type, *, but: type) -> set[str]:
     """Return the names that *cls* and its bases define which are none of *but*'s."""
-    return {name for each in cls.__mro__ if each not in but.__mro__ for name in vars(each)}
+    names = {name for each in cls.__mro__ if each not in but.__mro__ for name in vars(each)}
+    return {name for name in names if not name.startswith("__")}  # Annotations, say.
 
 
 def _mixin_for(cls: type[Scheduler]) -> type[LeaseMixin]:

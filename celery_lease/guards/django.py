@@ -30,6 +30,7 @@ from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
     forbidden,
+    is_of_the_users,
     missing_fence,
     passes,
     refusal,
@@ -154,7 +155,13 @@ def _guard(
     try:
         passed = passes(seen, ticket, final=final, idle=store.idle, commit=commit)
     except DatabaseError as error:
-        raise _reason(seen, ticket, store, error) from error
+        driver = error.__cause__
+        if commit and driver and is_of_the_users(database_of(seen.dialect), driver):
+            raise
+        reason = _reason(seen, ticket, store, error)
+        if reason is error:
+            raise
+        raise reason from error
     if not passed:
         raise _reason(seen, ticket, store, None)
 

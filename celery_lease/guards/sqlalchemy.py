@@ -23,7 +23,6 @@ from celery_lease.errors import (
     SchemaMismatch,
     StoreContention,
     StoreError,
-    StoreUnavailable,
     UnsafeTransaction,
 )
 from celery_lease.settings import positive_duration
@@ -32,6 +31,7 @@ from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
     forbidden,
+    is_of_the_users,
     look,
     missing_fence,
     passes,
@@ -76,6 +76,8 @@ class Guard:
         self._idle = None if idle is None else positive_duration("idle", idle)
         self._state = _State.OPEN
         self._error: BaseException | None = None
+        #: What was raised where nobody knows whether the COMMIT arrived.
+        self._unanswered: BaseException | None = None
         self._engine: sa.Engine | None = None
         self._connections: WeakSet[sa.Connection] = WeakSet()
 
@@ -137,6 +139,12 @@ class Guard:
         if self._error is not None:
             raise self._error
 
+    def raise_swallowed(self) -> None:
+        """Raise again what a commit inside the block raised, unless it did commit."""
+        self.raise_refusal()
+        if self._unanswered is not None and not self.has_settled():
+            raise self._unanswered
+
     def unsafe(self, reason: str) -> UnsafeTransaction:
         """Return the error that says why this transaction cannot be guarded."""
         return UnsafeTransaction(reason, name=self.ticket.lease)
@@ -155,7 +163,8 @@ class Guard:
         if error is not None:
             self._refuse(connection, error)
             raise error
-        self._state = _State.PASSED
+        if self._state is _State.OPEN:
+            self._state = _State.PASSED
 
     def speak_alone(self) -> None:
         """Say the last word where there is no transaction, as nothing was written.
@@ -181,24 +190,31 @@ class Guard:
         # Out of the commit hook the connection goes back to its pool with its transaction
         # open, and the next block on it would commit these rows.
         _roll_back(connection)
-        if self._state is not _State.PASSED:  # Else the COMMIT may have arrived.
+        if self._state is _State.PASSED:  # Then the COMMIT may have arrived.
+            self._unanswered = error
+        else:
             self._state, self._error = _State.REFUSED, error
 
     def _verdict(self, connection: sa.Connection) -> BaseException | None:
         """Return why the transaction must not commit; None where it may."""
         self.begin()
+        way, database = self._within(connection), database_of(connection.dialect)
+        commit = _is_alone(connection) and database.brings_commit(way)
         error: BaseException | None = None
         try:
             with translated(connection.engine):
-                if self._passes(self._within(connection), alone=_is_alone(connection)):
+                if self._passes(way, commit=commit):
                     return None
-        except SchemaMismatch:
-            return missing_fence(self.ticket.lease, masked(connection.engine.url))
-        except NotWritable as problem:
-            return self._forbidden(connection, problem) or problem
-        except (StoreUnavailable, StoreContention) as problem:
+        except StoreError as problem:
+            # What the database itself has said is for the task, as without a guard.
             error = problem.__cause__ or problem
-            if isinstance(problem, StoreUnavailable):
+            driver = getattr(error, "orig", None) or error
+            if not (commit and is_of_the_users(database, driver)):
+                if isinstance(problem, SchemaMismatch):
+                    return missing_fence(self.ticket.lease, masked(connection.engine.url))
+                if isinstance(problem, NotWritable):
+                    return forbidden(self.ticket, self._store, database, driver) or problem
+            if not isinstance(problem, StoreContention):
                 return error
         except sa.exc.IntegrityError as duplicate:
             error = duplicate
@@ -206,20 +222,19 @@ class Guard:
         _roll_back(connection)
         return self._reason(connection) or error or self._contention()
 
-    def _passes(self, way: Direct, *, alone: bool) -> bool:
-        """Run the guard's statement, with the COMMIT where nobody else has anything to add."""
+    def _passes(self, way: Direct, *, commit: bool) -> bool:
+        """Run the guard's statement, and the COMMIT where the two go out together."""
         idle = self._store.idle
-        if not (alone and database_of(way.dialect).brings_commit(way)):
+        if not commit:
             return passes(way, self.ticket, final=self._final, idle=idle)
-        self._state = _State.PASSED
+        self._state = _State.PASSED  # Until the server says otherwise.
         try:
             passed = passes(way, self.ticket, final=self._final, idle=idle, commit=True)
         except sa.exc.DBAPIError as error:
             if not error.connection_invalidated:
-                self._state = _State.OPEN  # The server said no, to the COMMIT as well.
+                self._state = _State.OPEN
             raise
-        if not passed:
-            self._state = _State.OPEN
+        self._state = _State.COMMITTED if passed else _State.OPEN
         return passed
 
     def _reason(self, connection: sa.Connection) -> BaseException | None:
@@ -228,13 +243,6 @@ class Guard:
             return refusal(self.ticket, look(self._within(connection), self.ticket, shown))
         except FencingError as error:
             return error
-
-    def _forbidden(self, connection: sa.Connection, problem: NotWritable) -> BaseException | None:
-        """Return why it may not write, where that is for no reason that will pass."""
-        driver = getattr(problem.__cause__, "orig", None)
-        if driver is None:
-            return None
-        return forbidden(self.ticket, self._store, database_of(connection.dialect), driver)
 
     def _within(self, connection: sa.Connection) -> Direct:
         # The lease tables are called what the lease engine calls them, not the user's.
@@ -350,7 +358,7 @@ def _session(session: Session, guard: Guard) -> Iterator[None]:
             guard.enroll(connection)
         _begin(session)
         yield
-        guard.raise_refusal()
+        guard.raise_swallowed()
         _begin(session)  # The block may have ended it: there is still an outcome to record.
         if guard.open:
             # A session with several binds chooses its engine by what it writes: flush first.
@@ -379,7 +387,7 @@ def _connection(connection: sa.Connection, guard: Guard) -> Iterator[None]:
         connection.begin()
         guard.enroll(connection)
         yield
-        guard.raise_refusal()
+        guard.raise_swallowed()
         if guard.open and not connection.in_transaction():
             # The block rolled back by itself: there is still an outcome to record.
             connection.begin()

@@ -40,6 +40,7 @@ __all__ = [
     "Standing",
     "Ticket",
     "forbidden",
+    "is_of_the_users",
     "look",
     "missing_fence",
     "passes",
@@ -298,6 +299,19 @@ def forbidden(
         f"privileges (docs, 'Grants'), and it must not be read-only",
         name=ticket.lease,
     )
+
+
+def is_of_the_users(database: Database, driver: BaseException) -> bool:
+    """Return whether a guard that brought the COMMIT met an error about the user's own objects.
+
+    What is deferred to the COMMIT, constraint triggers say, is run by it.
+
+    Args:
+        database: The kind of database.
+        driver: The driver's error.
+    """
+    about_names = database.classify(driver) is SchemaMismatch or database.is_forbidden(driver)
+    return about_names and "celery_lease" not in str(driver)
 
 
 def missing_fence(lease: str, shown: str) -> MissingFence:

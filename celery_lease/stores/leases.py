@@ -59,12 +59,12 @@ class SQLLeaseStore(Repair):
         # SQLite would make the file, for a mere look and for a typing error.
         absent = file is not None and not create and not file.exists()
         found = None if absent else self._retried(self._version)
-        if create and (found is None or self._retried(self._lacking)):
+        lacking = self._retried(self._lacking) if found == SCHEMA_VERSION else []
+        if create and (found is None or lacking):
             self._retried(self._create)
-            found = self._retried(self._version)
+            found, lacking = self._retried(self._version), self._retried(self._lacking)
         if found != SCHEMA_VERSION:
             raise SchemaMismatch(self._mismatch(found), found=found, expected=SCHEMA_VERSION)
-        lacking = self._retried(self._lacking)
         if lacking:
             raise SchemaMismatch(
                 f"{', '.join(lacking)} in {self.shown}: missing, or not as this package makes "

@@ -20,6 +20,7 @@ from celery_lease.stores.dialects import from_now, seconds_until, utcnow
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import (
     commit_table,
+    entry_table,
     fence_table,
     lease_table,
     run_table,
@@ -358,9 +359,11 @@ def test_tables_of_another_version_are_an_error(store):
     with store.engine.begin() as connection:
         connection.execute(sa.update(schema_table).values(version=99))
 
+    entry_table.drop(store.engine)
     with pytest.raises(SchemaMismatch, match="version 99") as error:
         store.prepare(create=True)
     assert (error.value.found, error.value.expected) == (99, 1)
+    assert not sa.inspect(store.engine).has_table(entry_table.name), "it is another version's"
 
 
 def test_preparing_twice_is_harmless(store):

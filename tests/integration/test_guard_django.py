@@ -400,6 +400,28 @@ def test_the_tables_are_found_in_a_schema_of_their_own(postgresql_url: str) -> N
     store.dispose()
 
 
+def test_a_constraint_that_is_checked_at_the_commit_keeps_its_cause(postgresql_url: str) -> None:
+    """Every foreign key of Django's is such a one, and its driver's error has the name."""
+    from django.db import IntegrityError
+
+    with _counter(postgresql_url, sa.make_url(postgresql_url)) as counter:
+        with counter.connection.cursor() as cursor:
+            cursor.execute("CREATE TABLE parent (id INT PRIMARY KEY)")
+            cursor.execute(
+                "CREATE TABLE child (id INT CONSTRAINT named REFERENCES parent "
+                "DEFERRABLE INITIALLY DEFERRED)"
+            )
+        fence = counter.desk.fence()
+        with (
+            pytest.raises(IntegrityError) as caught,
+            fence.atomic(counter.alias) as connection,
+            connection.cursor() as cursor,
+        ):
+            cursor.execute("INSERT INTO child VALUES (1)")
+        assert caught.value.__cause__.diag.constraint_name == "named"  # type: ignore[union-attr]
+        assert (fence.settled, fence.refused) == (False, None)
+
+
 def test_a_database_where_no_lease_can_be_kept_is_refused(counter: Counter) -> None:
     """Its rows would be guarded by nothing."""
     counter.connection.vendor = "oracle"

@@ -97,6 +97,38 @@ def test_leased_is_not_for_a_class_that_has_a_lease():
         leased(LeasedScheduler)
 
 
+def test_leased_takes_a_class_with_annotations_and_a_find_of_any_kind():
+    """Neither is a name that the lease needs."""
+
+    class Own(Scheduler):
+        seen: int = 1
+
+        @staticmethod
+        def find(name):
+            return name
+
+    assert leased(Own).find("entry") == "entry"
+    assert isinstance(leased(Own).__dict__["find"], staticmethod)
+
+
+def test_a_led_schedulers_hold_on_the_apps_own_schedule_is_left_alone(cluster):
+    """What somebody adds to it in a term is not the scheduler's to forget."""
+
+    class Own(Scheduler):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.wanted, self.cached = self.app.conf.beat_schedule, {}
+
+    beat = cluster.beat({}, cls=leased(Own))
+    beat.tick()
+    beat.wanted["late"], beat.cached["late"] = {"task": "t", "schedule": 60.0}, True
+
+    beat.unload()
+
+    assert "late" in beat.app.conf.beat_schedule
+    assert beat.cached == {}
+
+
 def test_a_scheduler_may_say_itself_how_an_entry_is_found(cluster):
     """Its schedule has only what is due, and what is to be sent again need not be."""
 

@@ -1,5 +1,6 @@
 """Flushes on real brokers: what they promise, and that every wait has an end."""
 
+import ssl
 import time
 
 import pytest
@@ -196,6 +197,19 @@ def test_an_entry_with_a_wrong_option_keeps_nothing_else_waiting(sqlite_url, red
     assert found["bad"][0] == "failed"
     assert "KeyError" in found["bad"][1]
     assert next(iter(option.values())) in found["bad"][1]
+
+
+@pytest.mark.rabbitmq
+def test_a_certificate_that_is_not_trusted_is_the_brokers_trouble(rabbitmq_url, monkeypatch):
+    """It is an OSError, and a ValueError as well, as what is wrong with a message often is."""
+
+    def untrusted(self, *args, **kwargs):
+        raise ssl.SSLCertVerificationError(1, "certificate has expired")
+
+    monkeypatch.setattr("amqp.transport._AbstractTransport.connect", untrusted)
+    _, broker = publisher(rabbitmq_url)
+    with pytest.raises(Undelivered, match="expired"), broker.flush():
+        pass
 
 
 def test_an_error_of_many_lines_is_one_line_of_a_log():

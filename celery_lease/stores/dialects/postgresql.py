@@ -220,13 +220,15 @@ class PostgreSQL(OnConflict):
         return connection.execute(self._CHECK, values).first() is not None
 
     def brings_commit(self, connection: Direct) -> bool:
-        """Take psycopg 3, unless it prepares each statement: what is prepared must be one."""
+        """Take psycopg 3, unless it is set to what takes single statements only."""
         driver = sys.modules.get("psycopg")
         dbapi = connection.dbapi_connection
         return (
             driver is not None
             and isinstance(dbapi, driver.Connection)
             and dbapi.prepare_threshold != 0
+            and not dbapi.closed
+            and not dbapi.pgconn.pipeline_status
         )
 
     def settle_and_commit(self, connection: Direct, **values: Any) -> bool:
