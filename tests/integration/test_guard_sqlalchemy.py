@@ -268,8 +268,7 @@ def test_a_commit_inside_settles_only_if_it_is_one(desk: Desk, kind: str, final:
 
 
 @pytest.mark.parametrize("kind", ["Connection", "Session", "Session on a connection", "no reset"])
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize(("inside", "final"), [(True, True), (False, True), (False, False)])
 def test_what_raises_between_guard_and_commit_leaves_nothing_for_the_next_block(
     desk: Desk, kind: str, inside: bool, final: bool
 ) -> None:
@@ -600,8 +599,10 @@ def test_a_guarded_block_inside_another_is_refused(desk: Desk) -> None:
     assert desk.notes() == [1]
 
 
-@pytest.mark.parametrize("kind", ["scoped_session", "Session", "Session on a connection"])
-@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "begun"),
+    [("scoped_session", True), ("Session", False), ("Session on a connection", True)],
+)
 def test_a_block_of_another_task_inside_one_leaves_its_guard_in_force(
     desk: Desk, kind: str, begun: bool
 ) -> None:

@@ -67,18 +67,18 @@ def test_half_made_tables_are_completed(database_url):
         assert grant(store).epoch == 1
 
 
-@pytest.mark.parametrize("table", sorted(metadata.tables))
-def test_a_table_that_was_dropped_is_missed_and_made_again(database_url, table):
+def test_a_table_that_was_dropped_is_missed_and_made_again(database_url):
     """The version's row speaks for all of them, and may be the only thing that is left."""
     with opened(database_url) as store:
-        metadata.tables[table].drop(store.engine)
+        for name, table in metadata.tables.items():
+            table.drop(store.engine)
 
-        with pytest.raises(SchemaMismatch, match="celery lease init") as told:
+            with pytest.raises(SchemaMismatch, match="celery lease init") as told:
+                store.prepare(create=False)
+            assert name in str(told.value) or name == "celery_lease_schema"
+
+            store.prepare(create=True)
             store.prepare(create=False)
-        assert table in str(told.value) or table == "celery_lease_schema"
-
-        store.prepare(create=True)
-        store.prepare(create=False)
 
 
 def test_indexes_that_a_broken_start_left_out_are_made(database_url):
