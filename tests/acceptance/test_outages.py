@@ -54,6 +54,8 @@ def test_what_was_due_while_the_broker_was_away_is_sent_when_it_is_back(
     unsent = "SELECT id, due_at FROM celery_lease_run WHERE state = 'claimed'"
     [(run_id, due_at)] = ledger.rows(unsent)  # The entry claims no more before this is sent.
     assert "lost epoch 1" not in beat_a.logs(), "neither loop nor renewals were held up"
+    # The line may have been cut between a message and its confirm: then the broker has it.
+    arrived = ledger.rows("SELECT epoch FROM celery_lease_commit WHERE task_id = :id", id=run_id)
     if leader_changes:
         status, _ = cluster.stop(beat_a)
         assert status == 0
@@ -66,7 +68,7 @@ def test_what_was_due_while_the_broker_was_away_is_sent_when_it_is_back(
         "ON r.id = c.task_id WHERE r.id = :id",
         id=run_id,
     )
-    assert committed == [(2 if leader_changes else 1, due_at)]
+    assert committed == [(2 if leader_changes and not arrived else 1, due_at)]
     wait_until(
         lambda: [due for _, _, due in ledger.committed("often") if due > back_at],
         message="an occurrence after the outage",
