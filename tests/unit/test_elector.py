@@ -461,6 +461,15 @@ def test_a_process_that_ends_while_the_fence_waits_releases_the_lease(store, bea
     assert store.read(NAME).holder is None
 
 
+@pytest.fixture
+def interruptible():
+    """Have SIGINT raise, as on a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("verb", ["acquire", "floor"])
 def test_an_interrupt_right_after_the_grant_leaves_nothing_held(store, beat, verb):
     """Ctrl-C between the row and what knows of it: the next one would wait for a whole ttl."""
@@ -474,6 +483,7 @@ def test_an_interrupt_right_after_the_grant_leaves_nothing_held(store, beat, ver
     assert beat.actions == [Action.RELEASED]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_need_not_wait_for_a_database_that_is_known_to_be_away(store, beat):
     """Its time-outs add up to half a minute, after which whoever wants it to end kills it."""
     store.before["acquire"] = away
