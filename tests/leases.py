@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -28,6 +29,15 @@ def opened(url: str, *, name: str = NAME, **waits: float) -> Iterator[SQLLeaseSt
         yield store
     finally:
         store.dispose()
+
+
+def own_schema(url: str, name: str = "own") -> dict[str, Any]:
+    """Make a schema in a PostgreSQL database; return the options that have the tables there."""
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f'CREATE SCHEMA "{name}"')
+    engine.dispose()
+    return {"execution_options": {"schema_translate_map": {None: name}}}
 
 
 def holder(nonce: str = "0") -> Holder:

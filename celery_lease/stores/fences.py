@@ -14,7 +14,6 @@ from celery_lease.errors import (
     AlreadySettled,
     FencingError,
     MissingFence,
-    NotWritable,
     SchemaMismatch,
     StaleEpoch,
     StoreError,
@@ -285,10 +284,8 @@ def forbidden(
         ticket: What was shown.
         store: The lease database, as this package connects to it.
         database: The kind of database that turned the guard away.
-        driver: The driver's error.
+        driver: The driver's error, of the kind NotWritable.
     """
-    if database.classify(driver) is not NotWritable:
-        return None
     try:
         if not database.is_forbidden(driver) and store.is_read_only():
             return None
@@ -386,16 +383,13 @@ class FenceStore:
         return engine
 
     def _create(self) -> sa.Engine:
-        # Instead of a ping ahead of each statement, each is tried twice.
-        options = self._options
-        if "pool" not in options:
-            options = {"pool_pre_ping": False, **options}
         return create_engine(
             self._url,
-            options,
+            self._options,
             lock_wait=self._lock_wait,
             statement_wait=self._statement_wait,
             autocommit=True,
+            pre_ping=False,  # Each statement is tried twice instead.
         )
 
     def dispose(self) -> None:

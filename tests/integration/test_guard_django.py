@@ -24,7 +24,7 @@ from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
-from tests.leases import NAME, grant, ticket
+from tests.leases import NAME, grant, own_schema, ticket
 from tests.services import COMMIT, TCPProxy, Verdict, cut_before, lose_answer
 
 pytest.importorskip("django_celery_beat")
@@ -383,10 +383,8 @@ def test_an_unfenced_call_opens_a_plain_transaction(counter: Counter) -> None:
 @pytest.mark.postgresql
 def test_the_tables_are_found_in_a_schema_of_their_own(postgresql_url: str) -> None:
     """Where ``beat_lease_engine_options`` says so, as on SQLAlchemy's connections."""
-    options = {"execution_options": {"schema_translate_map": {None: "own"}}}
+    options = own_schema(postgresql_url)
     store = SQLLeaseStore(postgresql_url, options)
-    with store.engine.begin() as connection:
-        connection.exec_driver_sql("CREATE SCHEMA own")
     store.prepare(create=True)
     store.ensure(NAME)
     store.raise_fence(term := grant(store))

@@ -21,7 +21,7 @@ from celery_lease.stores.ledger import SQLLedger
 from celery_lease.stores.probe import Probe
 from celery_lease.stores.retention import prune
 from celery_lease.stores.schema import SCHEMA_VERSION, metadata, schema_table
-from tests.leases import NAME, grant, opened, ticket
+from tests.leases import NAME, grant, opened, own_schema, ticket
 from tests.services.base import wait_until
 
 #: So many that a planner prefers an index; the database makes them itself, in seconds.
@@ -111,10 +111,8 @@ def test_a_database_that_writes_dates_another_way_is_read(postgresql, postgresql
 @pytest.mark.postgresql
 def test_a_leader_finds_the_tables_in_a_schema_of_their_own(postgresql_url):
     """Where ``beat_lease_engine_options`` says so: its own guard too."""
-    options = {"execution_options": {"schema_translate_map": {None: "own"}}}
+    options = own_schema(postgresql_url)
     store = SQLLeaseStore(postgresql_url, options)
-    with store.engine.begin() as connection:
-        connection.exec_driver_sql("CREATE SCHEMA own")
     store.prepare(create=True)
     store.ensure(NAME)
     term = grant(store)
@@ -128,10 +126,7 @@ def test_a_leader_finds_the_tables_in_a_schema_of_their_own(postgresql_url):
 @pytest.mark.postgresql
 def test_what_is_wrong_with_tables_in_a_schema_of_their_own_is_found(postgresql_url):
     """They are looked for where they are, and not where the search path leads."""
-    options = {"execution_options": {"schema_translate_map": {None: "Own"}}}
-    probe = Probe(postgresql_url, options)
-    with probe.engine.begin() as connection:
-        connection.exec_driver_sql('CREATE SCHEMA "Own"')
+    probe = Probe(postgresql_url, own_schema(postgresql_url, "Own"))
     probe.prepare(create=True)
     with probe.engine.begin() as connection:
         connection.exec_driver_sql('ALTER TABLE "Own".celery_lease_fence SET UNLOGGED')

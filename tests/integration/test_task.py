@@ -737,6 +737,26 @@ def test_ignore_result_settles_all_the_same(workshop: Workshop) -> None:
 # --- the lease database is away -----------------------------------------------------------
 
 
+def fail_first(
+    monkeypatch: pytest.MonkeyPatch,
+    workshop: Workshop,
+    verb: str,
+    error: StoreError,
+    *,
+    times: int,
+) -> None:
+    """Have a verb of the lease database fail so many times, and then do what it does."""
+    store = fence_store(workshop.app)
+    real, left = getattr(store, verb), [error] * times
+
+    def failing(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(*args)
+
+    monkeypatch.setattr(store, verb, failing)
+
+
 @pytest.mark.parametrize("verb", ["look", "settle"])
 @pytest.mark.parametrize("acks_late", [False, True])
 @pytest.mark.parametrize("why", [StoreUnavailable, NotWritable])
@@ -753,17 +773,7 @@ def test_a_database_that_is_away_postpones_the_message(
     neither settled nor refused, and so not sent again before a takeover.
     """
     monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
-    store = fence_store(workshop.app)
-    real = getattr(store, verb)
-    away = [True, True]
-
-    def failing(*args: Any) -> Any:
-        if away:
-            away.pop()
-            raise why("connection refused")
-        return real(*args)
-
-    monkeypatch.setattr(store, verb, failing)
+    fail_first(monkeypatch, workshop, verb, why("connection refused"), times=2)
 
     @workshop.task(name="write", lease_patience=0, acks_late=acks_late)
     def write(self: FencedTask, text: str) -> str:
@@ -782,16 +792,7 @@ def test_no_error_of_the_database_before_the_body_is_an_outcome(
 ) -> None:
     """Whatever it is: settled as failed, the run would never be sent again."""
     monkeypatch.setattr("celery_lease.republish.FIRST_COUNTDOWN", 0.05)
-    store = fence_store(workshop.app)
-    real, odd = store.look, [True]
-
-    def failing(*args: Any) -> Any:
-        if odd:
-            odd.pop()
-            raise StoreError("nobody has seen this before")
-        return real(*args)
-
-    monkeypatch.setattr(store, "look", failing)
+    fail_first(monkeypatch, workshop, "look", StoreError("nobody has seen this before"), times=1)
 
     @workshop.task(name="write")
     def write(self: FencedTask) -> None:
@@ -807,16 +808,7 @@ def test_a_short_absence_is_waited_for(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failover of the database takes seconds: no need to publish anything."""
-    store = fence_store(workshop.app)
-    real, away = store.look, [True, True]
-
-    def failing(*args: Any) -> Any:
-        if away:
-            away.pop()
-            raise StoreUnavailable("connection refused")
-        return real(*args)
-
-    monkeypatch.setattr(store, "look", failing)
+    fail_first(monkeypatch, workshop, "look", StoreUnavailable("connection refused"), times=2)
 
     @workshop.task(name="write")
     def write(self: FencedTask) -> None:

@@ -76,6 +76,7 @@ def create_engine(
     lock_wait: float,
     statement_wait: float,
     autocommit: bool = False,
+    pre_ping: bool = True,
 ) -> sa.Engine:
     """Return an engine for a lease database. Nothing is connected yet.
 
@@ -86,6 +87,7 @@ def create_engine(
         statement_wait: Seconds that a statement may take, where the database can tell.
         autocommit: Whether each statement commits by itself. To say so of an engine saves
             up to five round trips a statement over saying so of each connection in turn.
+        pre_ping: Whether a pooled connection is tried before it is used.
 
     Raises:
         ConfigurationError: The URL, its driver or the options cannot be used.
@@ -107,7 +109,7 @@ def create_engine(
     ours = {key: value for key, value in ours.items() if key not in parsed.query}
     connect_args = {**ours, **(options.get("connect_args") or {})}
     if "pool" not in options:  # SQLAlchemy asks a finished pool for its own settings.
-        arguments["pool_pre_ping"] = True
+        arguments["pool_pre_ping"] = pre_ping
     arguments = {**arguments, **options, "connect_args": connect_args}
     try:
         engine = sa.create_engine(parsed, **arguments)

@@ -189,7 +189,7 @@ class PostgreSQL(OnConflict):
 
     def classify(self, orig: BaseException) -> type[StoreError] | None:
         """Go by SQLSTATE; a connection that broke has none."""
-        state = getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)
+        state = _state(orig)
         if state is None:
             return None
         if state in ("40001", "40P01", "55P03"):
@@ -204,11 +204,11 @@ class PostgreSQL(OnConflict):
 
     def is_outdated(self, orig: BaseException) -> bool:
         """Know a plan that was made before a column changed its type."""
-        return getattr(orig, "sqlstate", None) == _OUTDATED
+        return _state(orig) == _OUTDATED
 
     def is_forbidden(self, orig: BaseException) -> bool:
         """Go by SQLSTATE."""
-        return (getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)) == "42501"
+        return _state(orig) == "42501"
 
     def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Insert the commit row, with the idle limit set in the same statement."""
@@ -260,6 +260,11 @@ class PostgreSQL(OnConflict):
     def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Set ``idle_in_transaction_session_timeout`` for this transaction."""
         connection.execute(self._LIMIT, {"idle": _ms(seconds)})
+
+
+def _state(orig: BaseException) -> str | None:
+    """Return the SQLSTATE of an error, of psycopg's or of psycopg2's."""
+    return getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)
 
 
 def _ms(seconds: float) -> str:
