@@ -126,7 +126,7 @@ def dispatching(servers: Servers, n: int, rounds: int) -> Iterator[tuple[str, fl
         yield f"lease, {database}", compare(servers, "lease", n, rounds, database=database)
     yield (
         f"lease, postgresql, broker {FAR * 1e3:g} ms away",
-        compare(servers, "lease", max(n // 5, 2000), rounds, database="postgresql", far=True),
+        compare(servers, "lease", n, rounds, database="postgresql", far=True),
     )
     for kind in ("stock", "redbeat", "django"):
         yield kind, compare(servers, kind, n, 1)

@@ -60,7 +60,8 @@ class _Literal(sa.types.UserDefinedType[Any]):
     cache_ok = True
 
 
-_GIVEN = {each: sa.bindparam(each, type_=_Literal()) for each in COMMIT_COLUMNS}
+#: Not called what the columns are: in the VALUES of an INSERT those names are taken.
+_GIVEN = {each: sa.bindparam(f"the_{each}", type_=_Literal()) for each in COMMIT_COLUMNS}
 #: Read, not locked, as in BOTH. A subquery costs less to plan than a join.
 _LEASES_TERM = (
     sa.select(lease_table.c.term)
@@ -102,9 +103,7 @@ class PostgreSQL(OnConflict):
         .where(*is_current(lease_table, fence_table), _LIMITED)
         .with_for_update(read=True, of=fence_table)
     )
-    _SETTLE_OR_FAIL = sa.insert(commit_table).from_select(
-        COMMIT_COLUMNS, sa.select(*{**_GIVEN, "epoch": _CURRENT, "at": utcnow()}.values())
-    )
+    _SETTLE_OR_FAIL = sa.insert(commit_table).values({**_GIVEN, "epoch": _CURRENT, "at": utcnow()})
     _CHECK_OR_FAIL = sa.select(_CURRENT)
 
     _LIMIT = sa.select(_LIMITED)
@@ -247,7 +246,9 @@ class PostgreSQL(OnConflict):
 
         text = connection.compiled(guard)
         # The protocol has parameters for single statements only.
-        sql = ClientCursor(connection.dbapi_connection).mogrify(text.sql, text.parameters(values))
+        sql = ClientCursor(connection.dbapi_connection).mogrify(
+            text.sql, text.parameters({f"the_{each}": given for each, given in values.items()})
+        )
         try:
             connection.script(f"{sql}; COMMIT")
         except Exception as error:  # SQLAlchemy's or Django's, around the driver's
