@@ -24,16 +24,22 @@ __all__ = ["DatabaseLeaseMixin", "LeasedDatabaseScheduler"]
 
 
 class _LeasedRow(ScheduleEntry):
-    """An entry that disables its row only while its beat leads, and as the row was read.
+    """An entry that writes to its row only while its beat leads, and as the row was read.
 
-    django-celery-beat saves the whole row where it is asked whether it is due. It may have
-    been read long ago, and the process may have been stopped meanwhile.
+    django-celery-beat saves the whole row, when it is sent and where it is asked whether it
+    is due. It may have been read long ago, and the process may have been stopped meanwhile.
     """
 
     #: Whether the beat leads at this moment.
     leads: Callable[[], bool]
     #: The row.
     model: Any
+
+    def __init__(self, model: Any, app: Any = None) -> None:
+        # The next entry is made of the same object, whose last run has moved on by then.
+        if not hasattr(model, "lease_last_run_at"):
+            model.lease_last_run_at = model.last_run_at
+        super().__init__(model, app=app)
 
     def is_due(self) -> Any:
         """Return whether it is due, and after how many seconds to ask again."""
@@ -46,6 +52,19 @@ class _LeasedRow(ScheduleEntry):
         if self._end(row, {"one_off": True, "total_run_count": ran}, total_run_count=0):
             PeriodicTasks.update_changed()
         return schedstate(False, NEVER_CHECK_TIMEOUT)
+
+    def save(self) -> None:
+        """Store when it ran, unless another beat has stored a later run of it."""
+        row = self.model
+        if not self.leads():
+            return
+        as_read = type(row).objects.filter(pk=row.pk, last_run_at=row.lease_last_run_at)
+        if as_read.update(
+            last_run_at=row.last_run_at,
+            total_run_count=row.total_run_count,
+            date_changed=timezone.now(),
+        ):
+            row.lease_last_run_at = row.last_run_at
 
     def _disable(self, model: Any) -> None:
         """Disable a row that has expired, or that no entry can be made of."""
@@ -95,6 +114,17 @@ class DatabaseLeaseMixin(LeaseMixin):
             rows = self.Model.objects.filter(name__in=names, enabled=True, start_time=None)
             rows.filter(last_run_at=None).update(last_run_at=F("date_changed"))
         super().load(term)
+
+    def turn(self, term: Term, *args: Any, **kwargs: Any) -> float:
+        """Do one turn; read all rows again in the next one where that fails.
+
+        django-celery-beat takes a change for read before it has read it.
+        """
+        try:
+            return super().turn(term, *args, **kwargs)
+        except Exception:
+            self._initial_read = True
+            raise
 
     def find(self, name: str) -> Any:
         """Return the entry of that name, even where the schedule leaves it out for now.

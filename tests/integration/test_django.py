@@ -171,6 +171,27 @@ def test_a_deposed_leader_writes_no_old_rows(cluster, models):
     assert row.total_run_count == 77
 
 
+def test_a_leader_frozen_while_it_saves_writes_no_old_row(cluster, models, monkeypatch):
+    """Nobody asks it again whether it leads before the row is written."""
+    from django.db.models import QuerySet
+
+    row = daily(models)
+    later, update = START + timedelta(hours=1), QuerySet.update
+
+    def frozen(rows, **values):
+        if "total_run_count" in values:
+            monkeypatch.undo()
+            # As another beat saves it meanwhile.
+            models.PeriodicTask.objects.update(last_run_at=later, total_run_count=7)
+        return update(rows, **values)
+
+    monkeypatch.setattr(QuerySet, "update", frozen)
+    beat_of(cluster).go()
+
+    row.refresh_from_db()
+    assert (row.last_run_at, row.total_run_count) == (later, 7)
+
+
 def test_a_beat_that_leads_again_repeats_nothing(cluster, models):
     """It read the row in its last term, and another beat has sent the next since then."""
     row = daily(models)
@@ -408,6 +429,19 @@ def test_a_first_read_that_failed_is_made_again(cluster, models):
 
     del beat.enabled_models
     beat.go()
+
+    assert len(cluster.messages()) == 1
+
+
+def test_a_change_whose_read_failed_is_read_again(cluster, models):
+    """Not minutes later, when django-celery-beat reads all anew."""
+    beat = beat_of(cluster).go()
+    daily(models)
+    beat.enabled_models = fail
+    beat.go(1)
+
+    del beat.enabled_models
+    beat.go(2)
 
     assert len(cluster.messages()) == 1
 
