@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -238,13 +238,15 @@ def _durations(settings: Settings, ttl: float | None) -> Settings:
     )
 
 
-def _say_no(last: Transition, as_json: bool) -> None:
-    if last.lease is None:
+def _say_no(last: Transition, as_json: bool) -> NoReturn:
+    if last.action is Action.UNAVAILABLE:
         raise StoreUnavailable(last.reason or last.action.value)
     if as_json:
-        _print_json({"granted": False, **_plain(last.lease)})
+        why = {"reason": last.reason} if last.lease is None else _plain(last.lease)
+        _print_json({"granted": False, **why})
     else:
-        click.echo(f"not granted: {_sentence(last.lease)}")
+        why_not = last.reason if last.lease is None else _sentence(last.lease)
+        click.echo(f"not granted: {why_not}")
     raise click.exceptions.Exit(1)
 
 

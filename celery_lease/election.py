@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,10 @@ __all__ = ["LeaderElection", "Leadership"]
 logger = logging.getLogger(__name__)
 
 _LOST = {Action.LOST, Action.CONFLICT}
+#: What settings of an app are called here.
+_PARAMETERS = {name: name.removeprefix(PREFIX) for name in Settings.names()}
+_PARAMETERS[f"{PREFIX}auto_init"] = "create"
+_SETTINGS = re.compile(rf"\b(?:{'|'.join(_PARAMETERS)})\b")
 
 
 class Leadership:
@@ -261,7 +266,7 @@ def _named_here() -> Iterator[None]:
 
 
 def _named(text: str) -> str:
-    return text.replace(f"{PREFIX}auto_init", "create").replace(PREFIX, "")
+    return _SETTINGS.sub(lambda found: _PARAMETERS[found[0]], text)
 
 
 class _Once:

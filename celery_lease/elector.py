@@ -49,6 +49,11 @@ _FAREWELL = 2.0
 
 #: Seconds that a release may take: a lease that is not released expires.
 _RELEASE = 10.0
+#: Why a term is over whose fence could not be raised.
+_NOT_RAISED = {
+    Raised.SUPERSEDED: "a later takeover has raised the fence",
+    Raised.CONFLICT: "the fence shows another term",
+}
 
 
 class _Tenure:
@@ -218,27 +223,28 @@ class Elector:
     def _give_up(self, tenure: _Tenure) -> None:
         if not self._retire(tenure):
             return
+        # An answer that comes later is not told: the end of this term has been.
+        answers: list[tuple[Action, str | None]] = []
         # On a thread: a database that takes a statement and says nothing has no end.
         release = threading.Thread(
-            target=self._release, args=(tenure.term,), name="lease-release", daemon=True
+            target=lambda: answers.append(self._release(tenure.term)),
+            name="lease-release",
+            daemon=True,
         )
         release.start()
         release.join(min(_RELEASE, self.settings.ttl))
-        if release.is_alive():
-            late = "not released in time; it expires"
-            self._tell(Action.LOST, epoch=tenure.term.epoch, reason=late)
+        late = (Action.LOST, "not released in time; it expires")
+        action, reason = answers[0] if answers else late
+        self._tell(action, epoch=tenure.term.epoch, reason=reason)
 
-    def _release(self, term: Term) -> None:
+    def _release(self, term: Term) -> tuple[Action, str | None]:
         try:
             released = self.store.release(term)
         except StoreError as error:
-            self._tell(Action.LOST, epoch=term.epoch, reason=f"not released: {error}")
-            return
+            return Action.LOST, f"not released: {error}"
         if released:
-            self._tell(Action.RELEASED, epoch=term.epoch)
-        else:
-            over = "it was over before it was released"
-            self._tell(Action.LOST, epoch=term.epoch, reason=over)
+            return Action.RELEASED, None
+        return Action.LOST, "it was over before it was released"
 
     # --- taking over --------------------------------------------------------------------
 
@@ -336,7 +342,7 @@ class Elector:
             if raised is Raised.RAISED:
                 return True
             action = Action.CONFLICT if raised is Raised.CONFLICT else Action.LOST
-            self._end(tenure, action, f"the fence is {raised.value}")
+            self._end(tenure, action, _NOT_RAISED[raised])
             return False
         self._end(tenure, Action.LOST, "the fence could not be raised in time")
         return False

@@ -14,6 +14,7 @@ from celery_lease.stores.dialects import from_now
 from celery_lease.stores.fences import Ticket
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import fence_table, lease_table
+from tests.services import PostgreSQL
 
 #: The lease of most tests.
 NAME = "celery"
@@ -29,6 +30,17 @@ def opened(url: str, *, name: str = NAME, **waits: float) -> Iterator[SQLLeaseSt
         yield store
     finally:
         store.dispose()
+
+
+@contextmanager
+def read_only_sessions(postgresql: PostgreSQL, url: str) -> Iterator[None]:
+    """Have sessions that begin in here stay read-only, as a provider does to a full disk."""
+    database = sa.make_url(url).database
+    postgresql.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
+    try:
+        yield
+    finally:
+        postgresql.execute(f"ALTER DATABASE {database} RESET default_transaction_read_only")
 
 
 def own_schema(url: str, name: str = "own") -> dict[str, Any]:

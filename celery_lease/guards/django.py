@@ -18,8 +18,6 @@ from sqlalchemy.dialects.sqlite import pysqlite
 
 from celery_lease.errors import (
     FencingError,
-    NotWritable,
-    SchemaMismatch,
     StoreContention,
     StoreError,
     UnsafeTransaction,
@@ -29,9 +27,8 @@ from celery_lease.stores.dialects import Direct, database_of
 from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
-    forbidden,
     is_of_the_users,
-    missing_fence,
+    objection,
     passes,
     refusal,
 )
@@ -171,11 +168,11 @@ def _reason(
 ) -> BaseException:
     """Return why the guard did not pass: neither no row nor a conflict is an answer."""
     driver = None if error is None else error.__cause__
-    kind = None if driver is None else database_of(seen.dialect).classify(driver)
-    if driver is not None and kind is NotWritable:
-        return forbidden(ticket, store, database_of(seen.dialect), driver) or error or kind()
-    if kind is SchemaMismatch:
-        return missing_fence(ticket.lease, f"Django's database {seen.dialect.name}")
+    if driver is not None:
+        shown = f"Django's database {seen.dialect.name}"
+        told = objection(ticket, store, database_of(seen.dialect), driver, shown=shown)
+        if told is not None:
+            return told
     try:
         found = refusal(ticket, store.look(ticket))
     except (StoreError, FencingError) as problem:

@@ -19,8 +19,6 @@ from sqlalchemy.orm import Session, SessionTransactionOrigin, scoped_session, se
 
 from celery_lease.errors import (
     FencingError,
-    NotWritable,
-    SchemaMismatch,
     StoreContention,
     StoreError,
     UnsafeTransaction,
@@ -30,10 +28,9 @@ from celery_lease.stores.dialects import Direct, database_of, masked, translated
 from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
-    forbidden,
     is_of_the_users,
     look,
-    missing_fence,
+    objection,
     passes,
     refusal,
 )
@@ -41,6 +38,7 @@ from celery_lease.stores.fences import (
 __all__ = ["Guard", "guarded", "plain"]
 
 _NESTED = "a guarded block cannot stand inside another one"
+_BEGUN = "it is in a transaction that was begun before, which this block would end"
 
 
 class _State(Enum):
@@ -210,10 +208,10 @@ class Guard:
             error = problem.__cause__ or problem
             driver = getattr(error, "orig", None) or error
             if not (commit and is_of_the_users(database, driver)):
-                if isinstance(problem, SchemaMismatch):
-                    return missing_fence(self.ticket.lease, masked(connection.engine.url))
-                if isinstance(problem, NotWritable):
-                    return forbidden(self.ticket, self._store, database, driver) or problem
+                shown = masked(connection.engine.url)
+                told = objection(self.ticket, self._store, database, driver, shown=shown)
+                if told is not None:
+                    return told
             if not isinstance(problem, StoreContention):
                 return error
         except sa.exc.IntegrityError as duplicate:
@@ -317,8 +315,18 @@ def guarded(target: Any, guard: Guard) -> Iterator[Any]:
 
 @contextmanager
 def plain(target: Any) -> Iterator[Any]:
-    """Yield the session or connection of a transaction without a guard."""
+    """Yield the session or connection of a transaction without a guard.
+
+    Args:
+        target: As of :func:`guarded`.
+
+    Raises:
+        UnsafeTransaction: It is in a transaction that would not end with this block.
+        TypeError: *target* is none of these.
+    """
     with _opened(target) as work:
+        if _is_begun_elsewhere(work):
+            raise UnsafeTransaction(_BEGUN)
         _begin(work)
         try:
             yield work
@@ -381,8 +389,8 @@ def _session(session: Session, guard: Guard) -> Iterator[None]:
 
 @contextmanager
 def _connection(connection: sa.Connection, guard: Guard) -> Iterator[None]:
-    if connection.in_transaction():
-        raise guard.unsafe("the connection is in a transaction that was begun before")
+    if _is_begun_elsewhere(connection):
+        raise guard.unsafe(_BEGUN)
     try:
         connection.begin()
         guard.enroll(connection)
@@ -424,16 +432,23 @@ def _refuse_begun(session: Session, guard: Guard) -> None:
         raise guard.unsafe(_NESTED)
     if session.twophase:
         raise guard.unsafe("a two-phase transaction is prepared before the guard could run")
-    transaction = session.get_transaction()
-    if transaction is not None and (
-        session.in_nested_transaction()
-        or transaction.origin is not SessionTransactionOrigin.AUTOBEGIN
-    ):
-        raise guard.unsafe("the session is in a transaction that was begun before")
+    if _is_begun_elsewhere(session):
+        raise guard.unsafe(_BEGUN)
     if isinstance(session.bind, sa.Connection) and session.bind.in_transaction():
         begun_by_session = session.bind in _begun(session)
         if not begun_by_session:
             raise guard.unsafe("the session's connection is in a transaction begun elsewhere")
+
+
+def _is_begun_elsewhere(work: Session | sa.Connection) -> bool:
+    """Return whether it is in a transaction that somebody began, and not SQLAlchemy by itself."""
+    if isinstance(work, sa.Connection):
+        return work.in_transaction()
+    transaction = work.get_transaction()
+    return transaction is not None and (
+        work.in_nested_transaction()
+        or transaction.origin is not SessionTransactionOrigin.AUTOBEGIN
+    )
 
 
 def _begun(session: Session) -> list[sa.Connection]:

@@ -12,8 +12,10 @@ import sqlalchemy as sa
 
 from celery_lease.errors import (
     AlreadySettled,
+    CeleryLeaseError,
     FencingError,
     MissingFence,
+    NotWritable,
     SchemaMismatch,
     StaleEpoch,
     StoreError,
@@ -38,10 +40,9 @@ __all__ = [
     "FenceStore",
     "Standing",
     "Ticket",
-    "forbidden",
     "is_of_the_users",
     "look",
-    "missing_fence",
+    "objection",
     "passes",
     "refusal",
 ]
@@ -272,19 +273,41 @@ def refusal(ticket: Ticket, standing: Standing) -> FencingError | None:
     return StaleEpoch(stale, name=ticket.lease, epoch=ticket.epoch, current_epoch=standing.epoch)
 
 
-def forbidden(
-    ticket: Ticket, store: FenceStore, database: Database, driver: BaseException
-) -> UnsafeTransaction | None:
-    """Return what a guard is told that may not write; None where others may not, either.
-
-    Waiting helps where a server was demoted, and not where the role lacks a privilege, or
-    where the transaction itself is read-only.
+def objection(
+    ticket: Ticket,
+    store: FenceStore,
+    database: Database,
+    driver: BaseException,
+    *,
+    shown: str,
+) -> CeleryLeaseError | None:
+    """Return what a guard is told that the database itself turned away.
 
     Args:
         ticket: What was shown.
         store: The lease database, as this package connects to it.
         database: The kind of database that turned the guard away.
-        driver: The driver's error, of the kind NotWritable.
+        driver: The driver's error.
+        shown: The database that turned it away, in words.
+
+    Returns:
+        None where the driver's own error says it best.
+    """
+    kind = database.classify(driver)
+    if kind is SchemaMismatch:
+        return missing_fence(ticket.lease, shown)
+    if kind is NotWritable:
+        return _forbidden(ticket, store, database, driver) or NotWritable(str(driver))
+    return None
+
+
+def _forbidden(
+    ticket: Ticket, store: FenceStore, database: Database, driver: BaseException
+) -> UnsafeTransaction | None:
+    """Return the error for a guard that may not write; None where nobody may at present.
+
+    Waiting helps where a server was demoted, and not where the role lacks a privilege, or
+    where the transaction itself is read-only.
     """
     try:
         if not database.is_forbidden(driver) and store.is_read_only():

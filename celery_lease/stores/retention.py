@@ -38,17 +38,16 @@ def prune(engine: sa.Engine, lease: str, *, retention: float, limit: int) -> int
         runs = _oldest(run_table.c.id, run_table.c.claimed_at, old, limit).where(
             run_table.c.lease == lease, run_table.c.open == sa.false()
         )
-        commits = _oldest(commit_table.c.task_id, commit_table.c.at, old, limit).where(
-            commit_table.c.lease == lease
-        )
+        mine = commit_table.c.lease == lease
+        commits = _oldest(commit_table.c.task_id, commit_table.c.at, old, limit).where(mine)
         terms = _oldest(term_table.c.epoch, term_table.c.ended_at, old, limit).where(
             term_table.c.name == lease
         )
         unused = ~sa.exists().where(run_table.c.id == commit_table.c.task_id)
         for query, statement in (
             (runs, sa.delete(run_table)),
-            # A child's id may be there again, and younger.
-            (commits, sa.delete(commit_table).where(unused, commit_table.c.at < old)),
+            # A child's id may be there again, and younger, or of another lease.
+            (commits, sa.delete(commit_table).where(mine, unused, commit_table.c.at < old)),
             (terms, sa.delete(term_table).where(term_table.c.name == lease)),
         ):
             # Keys first: MySQL neither limits a sub-select nor deletes from what it reads.

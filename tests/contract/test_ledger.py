@@ -379,3 +379,16 @@ def test_old_records_are_deleted_but_not_what_is_open(store, ledger, term):
     assert outcomes(store) == {}
     assert sum(deleted) == 3
     assert deleted[-1] == 0
+
+
+def test_a_child_of_another_lease_is_not_deleted_with_ours(store, term):
+    """Its id may be the same, and it is kept for as long as its own lease says."""
+    for origin, lease in (("ours", LEASE), ("theirs", "another")):
+        values = {"task_id": "child", "origin": origin, "lease": lease, "epoch": term.epoch}
+        values |= {"term": term.uuid, "execution": origin, "outcome": "committed"}
+        write(store, sa.insert(commit_table).values(**values, at=NOON - timedelta(days=365)))
+
+    prune(store.engine, LEASE, retention=1800, limit=10)
+
+    with store.engine.connect() as connection:
+        assert connection.scalars(sa.select(commit_table.c.origin)).all() == ["theirs"]

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from celery_lease import Occurrence
 from celery_lease.cli import lease
+from celery_lease.stores.base import Raised
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import metadata
 from celery_lease.testing import hold
@@ -81,6 +82,17 @@ def test_a_loser_is_told_who_holds_it_and_exits_with_1(database_url):
     assert (answer["granted"], answer["holder"], answer["epoch"]) == (False, term.holder, 1)
     assert 25 < answer["remaining"] <= 30
     assert term.uuid not in json.dumps(answer)
+
+
+def test_one_whose_takeover_was_overtaken_exits_with_1(sqlite_url, monkeypatch):
+    """Somebody else leads: the database has answered."""
+    monkeypatch.setattr(SQLLeaseStore, "raise_fence", lambda *_: Raised.SUPERSEDED)
+
+    done = run("acquire", "--url", sqlite_url)
+    status, answer = run_json("acquire", "--url", sqlite_url, "--name", "other")
+
+    assert (done.status, done.out) == (1, f"not granted: {answer['reason']}\n")
+    assert (status, answer["granted"]) == (1, False)
 
 
 def test_an_expired_lease_is_granted_under_the_next_epoch(database_url):

@@ -343,6 +343,15 @@ def test_errors_out_of_leading_name_parameters(sqlite_url):
         assert getattr(refused.value, "setting", parameter) == parameter
 
 
+def test_errors_leave_a_file_its_name(tmp_path):
+    """It may look like a setting."""
+    url = f"sqlite:///{tmp_path}/beat_lease_files.sqlite3"
+    election = LeaderElection(url, "janitor", create=False)
+
+    with pytest.raises(SchemaMismatch, match="beat_lease_files"):
+        election.lead(timeout=0).__enter__()
+
+
 @pytest.mark.parametrize("wrong", [None, 5, b"janitor"])
 def test_a_name_that_is_no_string_is_refused_at_once(sqlite_url, wrong):
     """A database may take bytes for another name."""

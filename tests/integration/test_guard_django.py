@@ -15,6 +15,7 @@ from celery_lease.errors import (
     AlreadySettled,
     ConfigurationError,
     MissingFence,
+    NotWritable,
     StaleEpoch,
     UnsafeTransaction,
 )
@@ -24,8 +25,15 @@ from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table
 from tests.integration.django_project import set_up
 from tests.integration.test_guard_sqlalchemy import Desk
-from tests.leases import NAME, grant, own_schema, ticket
-from tests.services import COMMIT, TCPProxy, Verdict, cut_before, lose_answer
+from tests.leases import NAME, grant, own_schema, read_only_sessions, ticket
+from tests.services import (
+    COMMIT,
+    PostgreSQL,
+    TCPProxy,
+    Verdict,
+    cut_before,
+    lose_answer,
+)
 
 pytest.importorskip("django_celery_beat")
 
@@ -370,6 +378,22 @@ def test_an_idle_limit_that_is_none_is_refused(counter: Counter) -> None:
     ):
         counter.write(1)
     assert counter.desk.notes() == []
+
+
+@pytest.mark.postgresql
+def test_a_database_that_nobody_may_write_to_is_called_that(
+    postgresql: PostgreSQL, postgresql_url: str
+) -> None:
+    """As behind a guard on SQLAlchemy: the task is tried again later then."""
+    with _counter(postgresql_url, sa.make_url(postgresql_url)) as counter:
+        fence = counter.desk.fence()
+        fence.store.dispose()
+        with (
+            read_only_sessions(postgresql, postgresql_url),
+            pytest.raises(NotWritable),
+            fence.atomic(counter.alias),
+        ):
+            pass
 
 
 def test_an_unfenced_call_opens_a_plain_transaction(counter: Counter) -> None:

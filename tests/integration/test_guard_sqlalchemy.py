@@ -787,6 +787,20 @@ def test_a_session_without_autobegin_is_begun_for_the_block(desk: Desk, way: str
     assert desk.lease.outcome(fence.ticket.task_id) == "committed"
 
 
+@pytest.mark.parametrize("kind", [sa.Engine.connect, Session])
+def test_an_unfenced_call_ends_nobody_elses_transaction(
+    desk: Desk, kind: Callable[[sa.Engine], Any]
+) -> None:
+    """What works by hand works under a stamp, where it would be refused, too."""
+    with kind(desk.engine) as work:
+        work.begin()
+        write(work, 1)
+        with pytest.raises(UnsafeTransaction), Unfenced().transaction(work):
+            raise AssertionError("the block was entered")
+        work.rollback()
+    assert desk.notes() == []
+
+
 @pytest.mark.parametrize("way", ["commit", "rollback", None])
 @pytest.mark.parametrize("autobegin", [True, False])
 def test_an_unfenced_call_opens_a_plain_transaction(

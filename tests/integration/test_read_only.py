@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
-import sqlalchemy as sa
 
 from celery_lease.errors import NotWritable
 from celery_lease.stores.fences import FenceStore
-from tests.leases import grant, opened, ticket
-from tests.services import PostgreSQL
+from tests.leases import grant, opened, read_only_sessions, ticket
 
 pytestmark = pytest.mark.postgresql
-
-
-@contextmanager
-def read_only_sessions(postgresql: PostgreSQL, url: str) -> Iterator[None]:
-    """Have sessions that begin in here stay read-only, as a provider does to a full disk."""
-    database = sa.make_url(url).database
-    postgresql.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
-    try:
-        yield
-    finally:
-        postgresql.execute(f"ALTER DATABASE {database} RESET default_transaction_read_only")
 
 
 def test_a_beat_leads_again_when_the_database_takes_writes_again(postgresql, postgresql_url):

@@ -752,7 +752,12 @@ def test_closing_ends_even_if_the_database_says_nothing(store, beat, monkeypatch
     beat.close()
 
     assert beat.told[-1].reason == "not released in time; it expires"
+    told = list(beat.told)
     answer.set()
+    for thread in threading.enumerate():
+        if thread.name == "lease-release":
+            thread.join()
+    assert beat.told == told, "one end, told once"
 
 
 def test_a_second_interrupt_does_not_cut_the_release_short(store, beat, monkeypatch):
