@@ -19,8 +19,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from celery_lease.elector import Elector
 from celery_lease.errors import (
@@ -39,6 +39,12 @@ from celery_lease.stores.fences import FenceStore, Ticket
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.retention import PRUNE, prune
 from celery_lease.transition import Action, Transition
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+    S = TypeVar("S", bound=Session)
 
 __all__ = ["LeaderElection", "Leadership"]
 
@@ -94,6 +100,16 @@ class Leadership:
                 error.current_epoch = seen.epoch
             raise
         self._elector.progress(0.0)
+
+    @overload
+    def transaction(
+        self, target: S | sessionmaker[S] | scoped_session[S], *, idle: float | None = None
+    ) -> AbstractContextManager[S]: ...
+
+    @overload
+    def transaction(
+        self, target: sa.Engine | sa.Connection, *, idle: float | None = None
+    ) -> AbstractContextManager[sa.Connection]: ...
 
     @contextmanager
     def transaction(self, target: Any, *, idle: float | None = None) -> Iterator[Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from celery_lease.errors import (
     AlreadySettled,
@@ -18,6 +21,8 @@ from celery_lease.occurrence import Occurrence, Outcome
 from celery_lease.stores.fences import FenceStore, Standing, Ticket, refusal
 
 __all__ = ["TaskFence", "Unfenced"]
+
+S = TypeVar("S", bound=Session)
 
 
 class TaskFence:
@@ -108,6 +113,20 @@ class TaskFence:
         except FencingError as error:
             self._raise(error)
         self._settled = True
+
+    @overload
+    def transaction(
+        self,
+        target: S | sessionmaker[S] | scoped_session[S],
+        *,
+        final: bool = True,
+        idle: float | None = None,
+    ) -> AbstractContextManager[S]: ...
+
+    @overload
+    def transaction(
+        self, target: sa.Engine | sa.Connection, *, final: bool = True, idle: float | None = None
+    ) -> AbstractContextManager[sa.Connection]: ...
 
     @contextmanager
     def transaction(
@@ -228,10 +247,29 @@ class Unfenced:
     def check(self) -> None:
         """Do nothing."""
 
+    @overload
+    def transaction(
+        self,
+        target: S | sessionmaker[S] | scoped_session[S],
+        *,
+        final: bool = True,
+        idle: float | None = None,
+    ) -> AbstractContextManager[S]: ...
+
+    @overload
+    def transaction(
+        self, target: sa.Engine | sa.Connection, *, final: bool = True, idle: float | None = None
+    ) -> AbstractContextManager[sa.Connection]: ...
+
     def transaction(
         self, target: Any, *, final: bool = True, idle: float | None = None
     ) -> AbstractContextManager[Any]:
-        """Open a plain transaction on the same kinds of target."""
+        """Open a plain transaction on the same kinds of target.
+
+        Raises:
+            UnsafeTransaction: The target is in a transaction that was begun before.
+            TypeError: *target* is none of these.
+        """
         return plain(target)
 
     def atomic(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 
 from celery import Celery
-from sqlalchemy import Engine
+from celery.beat import PersistentScheduler, Scheduler
+from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session, sessionmaker
+from typing_extensions import assert_type
 
 import celery_lease
 from celery_lease import (
@@ -26,16 +28,18 @@ install(app)
 version: str = celery_lease.__version__
 # No such name: it must be an error.
 misspelt: object = celery_lease.LeaderElecton  # type: ignore[attr-defined]
-highly_available: type = leased(LeasedScheduler)
+scheduler: type[Scheduler] = LeasedScheduler
+highly_available: type[Scheduler] = leased(PersistentScheduler)
 
 
 @app.task(base=FencedTask, bind=True)
 def fenced(self: FencedTask, factory: sessionmaker[Session], engine: Engine) -> None:
     """Use what a task's body has."""
     with self.fence.transaction(factory) as session:
-        session.flush()
+        assert_type(session, Session)
     with self.fence.transaction(engine, final=False, idle=5.0) as connection:
-        connection.commit()
+        assert_type(connection, Connection)
+    self.fence.transaction("sqlite://")  # type: ignore[call-overload] # Not a URL.
     self.fence.check()
     headers: dict[str, str] = self.fence.headers()
     epoch: int | None = self.epoch
@@ -52,7 +56,8 @@ def control(url: str, engine: Engine) -> None:
         with LeaderElection(url, "janitor", ttl=30).lead(timeout=5) as leadership:
             while leadership.trusted:
                 leadership.check()
-                with leadership.transaction(engine):
+                with leadership.transaction(engine) as connection:
+                    assert_type(connection, Connection)
                     print(leadership.epoch, leadership.term.holder)
     except StaleEpoch as error:
         print(error.epoch, error.current_epoch, error.name)
