@@ -87,7 +87,7 @@ class Agenda:
                 self._aside.discard(name)
                 restore(self.entries[name], self.entries[name].last_run_at)
                 self.put(name, now)
-            elif name in self.entries:
+            else:
                 found.append(place)
         return found
 

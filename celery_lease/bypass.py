@@ -103,7 +103,7 @@ def _on_start(sender: Any = None, **_: Any) -> None:
         return
     try:
         _refuse_settings(app)
-        fence_store(app).prepare()
+        fence_store(app).engine  # noqa: B018 - made for what it raises
     except ConfigurationError as error:
         logger.critical("worker cannot start: %s", error, extra={"action": "worker-cannot-start"})
         # Any other exception of a receiver is logged, and the worker goes on.

@@ -143,7 +143,7 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
     settings = _settings(url=url)
     with _store(settings, statement_wait=_PATIENCE) as store:
         store.prepare(create=False, write=False)
-        found = list(store.list()) if name is None else [store.read(name)]
+        found = list(store.read_all()) if name is None else [store.read(name)]
         known = [each for each in found if each is not None]
         fences = {each.name: store.read_fence(each.name) for each in known}
         ledger = SQLLedger(store.engine, idle=settings.guard_idle)

@@ -103,7 +103,7 @@ class LeaseConflict(LeaseLost):
 
 
 class FencingError(CeleryLeaseError):
-    """A guarded write was turned away. Nothing of it is in the database."""
+    """A task, or a write of its own, was turned away."""
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ class FencingError(CeleryLeaseError):
 
 
 class StaleEpoch(FencingError):
-    """The epoch of this work is not the current one any more."""
+    """The epoch of this work is not the current one any more. Nothing of the block was written."""
 
     def __init__(
         self,
@@ -130,7 +130,10 @@ class StaleEpoch(FencingError):
 
 
 class AlreadySettled(FencingError):
-    """This occurrence or child task already has its one final outcome."""
+    """This occurrence or child task already has its one final outcome.
+
+    Nothing of the block was written.
+    """
 
     def __init__(
         self,
@@ -155,11 +158,17 @@ class MissingEpoch(FencingError):
 
 
 class MissingFence(FencingError):
-    """The database has no fence row for this lease: it may be another database."""
+    """The database has no fence row for this lease: it may be another database.
+
+    Nothing of the block was written.
+    """
 
 
 class UnsafeTransaction(FencingError):
-    """A guard was asked for where it could not be the last word, or not be found."""
+    """The guard cannot be the last word of a transaction, or there is no fence to ask here.
+
+    What the block itself has committed before stays.
+    """
 
 
 class StoreError(CeleryLeaseError):

@@ -256,14 +256,9 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         return batch
 
     def _dispatch(self, term: Term, batch: Batch, now: datetime) -> None:
-        """Claim, move the entries on, and send.
-
-        What the database does not take of one entry must not stop the others: a batch that
-        it does not take is dispatched again, an entry at a time.
-        """
+        """Claim, move the entries on, and send."""
         if not batch.moved:
             return
-        known: set[str] | None = None
         try:
             known = self.dispatcher.ledger.claim(
                 term, batch.runs, skipped=batch.skipped, moved=self._moved(batch)
@@ -271,19 +266,22 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         except CeleryLeaseError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a driver raises
-            if len(batch.moved) == 1:
-                (name,) = batch.moved
-                self.agenda.set_aside(name, now, error)
-                return
-        if known is None:
-            for name in batch.moved:
-                self._dispatch(term, batch.only(name), now)
+            self._dispatch_apart(term, batch, now, error)
             return
         self._advance(term, batch, now)
         for run in batch.runs:
             if run.id in known:
                 tell_known(term, run)
         self.dispatcher.send(term, [each for each in batch.runs if each.id not in known])
+
+    def _dispatch_apart(self, term: Term, batch: Batch, now: datetime, error: Exception) -> None:
+        """Dispatch an entry at a time: one that the database does not take stops no other."""
+        if len(batch.moved) == 1:
+            (name,) = batch.moved
+            self.agenda.set_aside(name, now, error)
+            return
+        for name in batch.moved:
+            self._dispatch(term, batch.only(name), now)
 
     def _advance(self, term: Term, batch: Batch, now: datetime) -> None:
         """Move the entries on, as their rows were by the claim."""

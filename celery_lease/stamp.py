@@ -19,7 +19,7 @@ from celery import _state
 from celery._state import get_current_app
 
 from celery_lease.errors import MissingEpoch
-from celery_lease.lease import MAX_EPOCH, Fence
+from celery_lease.lease import MAX_EPOCH
 
 __all__ = ["Stamp", "current_stamp", "enclosing_stamp", "inherit", "lend", "running_request"]
 
@@ -72,11 +72,6 @@ class Stamp:
         ):
             raise MissingEpoch(f"the lease stamp is damaged or not complete: {dict(stamps)!r}")
         return cls(name=name, epoch=epoch, term=term, run=run, origin=origin)
-
-    @property
-    def fence(self) -> Fence:
-        """What the stored fence must show for this stamp to be current."""
-        return Fence(name=self.name, epoch=self.epoch, term=self.term)
 
     @property
     def first(self) -> tuple[int, str]:

@@ -119,17 +119,24 @@ class HeldLease:
             )
 
     def run_state(self, run_id: str) -> str | None:
-        """Return what the leader's side says of a run: claimed, published, refused, skipped."""
-        return self._scalar(sa.select(run_table.c.state).where(run_table.c.id == run_id))
+        """Return what the ledger says of a run; None if it is not there.
+
+        That is claimed, published, refused, skipped or failed.
+        """
+        state: str | None = self._value(
+            sa.select(run_table.c.state).where(run_table.c.id == run_id)
+        )
+        return state
 
     def outcome(self, task_id: str) -> str | None:
         """Return how a task was settled, last where its id repeats; None while it is not."""
-        return self._scalar(_last(commit_table.c.outcome, task_id))
+        outcome: str | None = self._value(_last(commit_table.c.outcome, task_id))
+        return outcome
 
     def epoch_of(self, task_id: str) -> int | None:
         """Return the epoch that a task was settled under; None while it is not."""
-        epoch = self._scalar(_last(commit_table.c.epoch, task_id))
-        return None if epoch is None else int(epoch)
+        epoch: int | None = self._value(_last(commit_table.c.epoch, task_id))
+        return epoch
 
     def close(self) -> None:
         """Release the lease if this term still holds it, and close the connections."""
@@ -137,11 +144,10 @@ class HeldLease:
             self._store.release(self.term)
         self._store.dispose()
 
-    def _scalar(self, query: sa.Select[Any]) -> str | None:
+    def _value(self, query: sa.Select[Any]) -> Any:
         # No transaction: on SQLite ours take the write lock.
         with self._store.engine.connect() as connection:
-            value = connection.execution_options(isolation_level="AUTOCOMMIT").scalar(query)
-        return None if value is None else str(value)
+            return connection.execution_options(isolation_level="AUTOCOMMIT").scalar(query)
 
 
 def _last(column: sa.Column[Any], task_id: str) -> sa.Select[Any]:

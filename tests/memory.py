@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from celery_lease.errors import ConfigurationError, SchemaMismatch
+from celery_lease.errors import ConfigurationError, SchemaMismatch, StoreError
 from celery_lease.lease import MAX_EPOCH, Fence, Holder, Lease, Term, TermRecord
 from celery_lease.stores.base import Raised, Renewal
 
@@ -157,7 +157,7 @@ class MemoryStore:
         """Return the fence."""
         return self.fences.get(name)
 
-    def list(self) -> Sequence[Lease]:
+    def read_all(self) -> Sequence[Lease]:
         """Return all leases."""
         return [self._seen(name) for name in sorted(self.rows)]
 
@@ -187,6 +187,8 @@ class MemoryStore:
             if not there or row.expires_at <= self.clock.now():
                 return None
             epoch = max(floor, term.epoch) + 1
+            if epoch >= MAX_EPOCH:
+                raise StoreError("no epoch is left")
             row.epoch = epoch
             self.terms = [
                 replace(each, epoch=epoch) if each.epoch == term.epoch else each
@@ -202,7 +204,7 @@ class MemoryStore:
     def raise_epoch(self, name: str, to: int) -> Lease | None:
         """Move the lease row up."""
         if not 0 < to < MAX_EPOCH:
-            raise ConfigurationError("out of range", setting="--to")
+            raise ConfigurationError("out of range", setting="to")
         row = self.rows[name]
         if row.epoch >= to:
             return None

@@ -2,7 +2,7 @@
 
 "No" is a value: a lease that somebody else holds, a term that is over. Exceptions
 (:class:`~celery_lease.errors.StoreError`) are for a database that did not answer.
-Provisional: other stores may implement it, and it may still change.
+Provisional: it may still change, and no setting names another store yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Raised(str, Enum):
     RAISED = "raised"
     #: It stands above this term already: another takeover was later.
     SUPERSEDED = "superseded"
-    #: It shows this epoch with another term, or an epoch that was never granted after ours.
+    #: It shows this epoch with another term, or a larger one that the lease row knows nothing of.
     CONFLICT = "conflict"
 
 
@@ -99,7 +99,7 @@ class LeaseStore(Protocol):
     def read_fence(self, name: str) -> Fence | None:
         """Return the fence; None if it has no row."""
 
-    def list(self) -> Sequence[Lease]:
+    def read_all(self) -> Sequence[Lease]:
         """Return all leases, by name."""
 
     def history(self, name: str, limit: int) -> Sequence[TermRecord]:

@@ -66,7 +66,8 @@ class Ticket:
     run: str
     #: Uuid of this one execution: a redelivered message has another.
     execution: str
-    #: Of a child, a uuid of its run and the term of that: its id may repeat.
+    #: For a child: a uuid of its run and that run's term, since its own id may repeat. Empty
+    #: for a run.
     origin: str = ""
 
     def values(self, outcome: Outcome) -> dict[str, Any]:
@@ -167,9 +168,9 @@ class _Row(NamedTuple):
     """What :data:`_LOOK` reads, in its order."""
 
     fence_epoch: int
-    fence_term: str
+    fence_term: str | None
     lease_epoch: int
-    lease_term: str
+    lease_term: str | None
     outcome: str | None
     execution: str | None
     entry: str | None
@@ -197,7 +198,7 @@ def look(connection: Direct, ticket: Ticket, shown: str) -> Standing:
         "run": ticket.run,
         "lease": ticket.lease,
     }
-    found = connection.execute(_LOOK, values).first()
+    found = connection.execute(_LOOK, values).row
     if found is None:
         raise missing_fence(ticket.lease, shown)
     row = _Row(*found)
@@ -389,11 +390,7 @@ class FenceStore:
 
     @property
     def engine(self) -> sa.Engine:
-        """This process's engine."""
-        return self.prepare()
-
-    def prepare(self) -> sa.Engine:
-        """Make this process's engine, if it has none yet. Nothing is connected.
+        """This process's engine. Nothing is connected.
 
         Raises:
             ConfigurationError: The URL, its driver or the options cannot be used.

@@ -336,7 +336,7 @@ class SQLLeaseStore(Repair):
         doubt = (after - before) / 2
         return (before + doubt - at).total_seconds(), doubt.total_seconds()
 
-    def list(self) -> Sequence[Lease]:
+    def read_all(self) -> Sequence[Lease]:
         """Return all leases, by name, but for what checks left that may not delete."""
         query = SEEN.where(lease_table.c.name.not_like(f"{SCRATCH}%"))
         with self._statement() as connection:

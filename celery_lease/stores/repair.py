@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import sqlalchemy as sa
 
-from celery_lease.errors import ConfigurationError, StoreUnavailable
+from celery_lease.errors import ConfigurationError, StoreError, StoreUnavailable
 from celery_lease.lease import MAX_EPOCH, Lease, Term, TermRecord
 from celery_lease.stores.connections import SQLStore
 from celery_lease.stores.dialects import utcnow
@@ -82,7 +82,9 @@ class Repair(SQLStore):
 
     def jump(self, term: Term, floor: int) -> Term | None:
         """Give this term an epoch above *floor*."""
-        epoch = _in_range(max(floor, term.epoch) + 1)
+        epoch = max(floor, term.epoch) + 1
+        if epoch >= MAX_EPOCH:
+            raise StoreError(f"no epoch is left above {floor}: they end below 2**53")
         try:
             moved = self._move(term, epoch)
         except StoreUnavailable:
@@ -115,9 +117,13 @@ class Repair(SQLStore):
 
     def raise_epoch(self, name: str, to: int) -> Lease | None:
         """Move the lease row's epoch up to *to*, ending any term."""
+        if not 0 < to < MAX_EPOCH:
+            raise ConfigurationError(
+                f"epoch {to} is out of range; epochs are above 0 and below 2**53", setting="to"
+            )
         moved = (
             sa.update(lease_table)
-            .where(lease_table.c.name == name, lease_table.c.epoch < _in_range(to))
+            .where(lease_table.c.name == name, lease_table.c.epoch < to)
             .values(epoch=to, holder=None, term=None, expires_at=utcnow())
         )
         ended = (
@@ -131,11 +137,3 @@ class Repair(SQLStore):
             connection.execute(ended)
         row = self._row(SEEN.where(lease_table.c.name == name))
         return None if row is None else seen(row)
-
-
-def _in_range(epoch: int) -> int:
-    if not 0 < epoch < MAX_EPOCH:
-        raise ConfigurationError(
-            f"epoch {epoch} is out of range; epochs are above 0 and below 2**53", setting="--to"
-        )
-    return epoch

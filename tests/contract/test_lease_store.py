@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 import pytest
 import sqlalchemy as sa
 
-from celery_lease.errors import ConfigurationError, SchemaMismatch, StoreContention
+from celery_lease.errors import ConfigurationError, SchemaMismatch, StoreContention, StoreError
 from celery_lease.lease import MAX_EPOCH, Lease, Term
 from celery_lease.stores.base import Raised, Renewal
 from celery_lease.stores.dialects import from_now, seconds_until, utcnow
@@ -470,6 +470,12 @@ def test_an_epoch_out_of_range_is_refused(store, to):
         store.raise_epoch(NAME, to)
 
 
+def test_a_term_is_not_jumped_out_of_range(store):
+    """It cannot lead, and goes on asking as where the database is away."""
+    with pytest.raises(StoreError, match="no epoch is left"):
+        store.jump(grant(store), MAX_EPOCH - 1)
+
+
 def test_the_database_itself_keeps_epochs_in_range(store):
     """SQLite turns an integer that overflows into a float without a word."""
     with pytest.raises(sa.exc.DBAPIError), store.engine.begin() as connection:
@@ -531,4 +537,4 @@ def test_names_that_differ_in_case_are_two_leases(store):
     grant(store)
 
     assert store.read("Celery").epoch == 0
-    assert [each.name for each in store.list()] == ["Celery", "celery"]
+    assert [each.name for each in store.read_all()] == ["Celery", "celery"]

@@ -254,7 +254,7 @@ def test_a_check_under_a_beats_role_leaves_nothing_that_looks_like_a_lease(roles
 
     assert canary.Status.FAILED not in {each.status for each in findings}
     with opened(roles.owner) as store:
-        assert [each.name for each in store.list()] == [NAME]
+        assert [each.name for each in store.read_all()] == [NAME]
         with store.engine.connect() as connection:
             for table in metadata.sorted_tables:
                 count = connection.scalar(sa.select(sa.func.count()).select_from(table))

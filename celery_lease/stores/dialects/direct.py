@@ -84,16 +84,12 @@ class Direct:
 
 
 class Answer(NamedTuple):
-    """As much of an SQLAlchemy result."""
+    """What came of a statement."""
 
-    #: The row of a SELECT.
+    #: The row of a SELECT, if there is one.
     row: Sequence[Any] | None
     #: How many rows were changed.
     rowcount: int
-
-    def first(self) -> Sequence[Any] | None:
-        """Return the row, if there is one."""
-        return self.row
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class MySQL(Database):
         """Lock the fence row shared."""
         self.limit_idle(connection, idle)
         values = {"lease": lease, "epoch": epoch, "term": term}
-        return connection.execute(self._CHECK, values).first() is not None
+        return connection.execute(self._CHECK, values).row is not None
 
     def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Set MariaDB's ``idle_transaction_timeout`` until the connection is back in its pool.

@@ -216,7 +216,7 @@ class PostgreSQL(OnConflict):
     def check(self, connection: Direct, *, lease: str, epoch: int, term: str, idle: float) -> bool:
         """Lock the fence row shared; the lease row is read only."""
         values = {"lease": lease, "epoch": epoch, "term": term, "idle": _ms(idle)}
-        return connection.execute(self._CHECK, values).first() is not None
+        return connection.execute(self._CHECK, values).row is not None
 
     def brings_commit(self, connection: Direct) -> bool:
         """Take psycopg 3, unless it is set to what takes single statements only."""
