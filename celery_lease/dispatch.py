@@ -20,7 +20,7 @@ from celery_lease.interrupts import put_off
 from celery_lease.lease import Term
 from celery_lease.occurrence import Occurrence, Run, RunState
 from celery_lease.publish import FLUSH, Flushed, Remedy, Undelivered, Unsent
-from celery_lease.signals import occurrence_skipped
+from celery_lease.signals import announce_skipped
 from celery_lease.stores.ledger import SQLLedger
 
 __all__ = ["BATCH", "REMOVED", "Dispatcher", "Ending", "fields"]
@@ -228,7 +228,10 @@ class Dispatcher:
                 extra={"action": f"run-{state.value}", **fields(term, run)},
             )
             if state is RunState.SKIPPED:
-                _announce_skipped(term, run, reason)
+                occurrence = Occurrence(
+                    lease=term.name, entry=run.entry, due_at=run.due_at, attempt=run.attempt
+                )
+                announce_skipped(occurrence, reason=reason, count=1, until=run.due_at)
 
     def _next_flush(self, runs: Sequence[Run]) -> Sequence[Run]:
         """Return the first of *runs*; what was turned away in company goes out alone."""
@@ -346,15 +349,3 @@ def fields(term: Term, run: Run) -> dict[str, Any]:
         "lease_run": run.id,
         "lease_entry": run.entry,
     }
-
-
-def _announce_skipped(term: Term, run: Run, reason: str) -> None:
-    occurrence_skipped.send(
-        sender=term.name,
-        occurrence=Occurrence(
-            lease=term.name, entry=run.entry, due_at=run.due_at, attempt=run.attempt
-        ),
-        reason=reason,
-        count=1,
-        until=run.due_at,
-    )

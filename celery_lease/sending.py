@@ -27,7 +27,7 @@ from celery_lease.occurrence import NEWER, Occurrence, Run, Skipped, run_id
 from celery_lease.parts import LeaseParts, logger
 from celery_lease.publish import Flushed, Publisher, Remedy, Undelivered, Unsent, said
 from celery_lease.recovery import Recovery
-from celery_lease.signals import occurrence_skipped
+from celery_lease.signals import announce_skipped
 from celery_lease.stamp import Stamp
 from celery_lease.stores.ledger import SQLLedger
 
@@ -411,6 +411,7 @@ def tell_known(term: Term, run: Run) -> None:
 
 def tell_skipped(term: Term, name: str, skipped: Skipped) -> None:
     """Tell the log and the signal's receivers that occurrences were recorded as skipped."""
+    occurrence = Occurrence(lease=term.name, entry=name, due_at=skipped.first)
     due = skipped.first.isoformat()
     if skipped.last != skipped.first:
         due += f" to {skipped.last.isoformat()}"
@@ -427,16 +428,11 @@ def tell_skipped(term: Term, name: str, skipped: Skipped) -> None:
             "action": "run-skipped",
             "lease_name": term.name,
             "lease_epoch": term.epoch,
+            "lease_run": occurrence.run_id,
             "lease_entry": name,
         },
     )
-    occurrence_skipped.send(
-        sender=term.name,
-        occurrence=Occurrence(lease=term.name, entry=name, due_at=skipped.first),
-        reason=skipped.reason,
-        count=skipped.count,
-        until=skipped.last,
-    )
+    announce_skipped(occurrence, reason=skipped.reason, count=skipped.count, until=skipped.last)
 
 
 def _tell_hook(sending: Sending) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 from typing import Any, Literal
 
 from celery import Celery, signals
@@ -10,7 +11,7 @@ from celery.utils.dispatch import Signal
 
 from celery_lease import logs
 from celery_lease.errors import AlreadySettled, FencingError
-from celery_lease.occurrence import Outcome
+from celery_lease.occurrence import Occurrence, Outcome
 from celery_lease.stamp import inherit
 from celery_lease.transition import Action, Transition
 
@@ -22,6 +23,7 @@ __all__ = [
     "lease_released",
     "occurrence_skipped",
     "announce_refusal",
+    "announce_skipped",
     "task_refused",
 ]
 
@@ -99,6 +101,22 @@ def announce(transition: Transition) -> None:
         lease_lost.send(sender=transition.name, reason=transition.reason, **told)
     elif transition.action is Action.RELEASED:
         lease_released.send(sender=transition.name, **told)
+
+
+def announce_skipped(
+    occurrence: Occurrence, *, reason: str, count: int | None, until: datetime
+) -> None:
+    """Tell the signal's receivers that occurrences are not dispatched.
+
+    Args:
+        occurrence: The first of them.
+        reason: Why, in words.
+        count: How many there are; None where it is not known.
+        until: When the last of them was due.
+    """
+    occurrence_skipped.send(
+        sender=occurrence.lease, occurrence=occurrence, reason=reason, count=count, until=until
+    )
 
 
 def stage_of(outcome: Outcome) -> Stage:

@@ -81,16 +81,19 @@ def test_a_lost_lease_is_announced_with_the_reason(
 
 
 def test_skipped_occurrences_are_announced_as_one_series(
-    cluster: Cluster, heard: list[tuple[str, dict[str, Any]]]
+    cluster: Cluster, heard: list[tuple[str, dict[str, Any]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is not dispatched is a decision that can be heard of."""
     beat = cluster.beat({"entry": {"schedule": 60.0, "misfire": "latest"}})
-    beat.at(seconds=605).go()
+    with caplog.at_level("INFO"):
+        beat.at(seconds=605).go()
     ((name, what),) = [each for each in heard if each[0] == "occurrence_skipped"]
     assert name == "occurrence_skipped"
     assert what["occurrence"].entry == "entry"
     assert what["count"] == 9
     assert what["until"] > what["occurrence"].due_at
+    (line,) = [each for each in caplog.records if getattr(each, "action", "") == "run-skipped"]
+    assert line.lease_run == what["occurrence"].run_id == cluster.runs("id")[0][0]
 
 
 def test_a_refusal_reaches_the_event_stream(workshop: Workshop) -> None:
