@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -23,8 +21,6 @@ logger = logging.getLogger("celery_lease.task")
 
 #: Apps that have fenced tasks.
 _apps: WeakSet[Celery] = WeakSet()
-#: What stands around methods of the users' own.
-_wrapped: WeakSet[Any] = WeakSet()
 
 
 def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
@@ -64,36 +60,6 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
     _refuse_settings(app)
     _apps.add(actual(app))
     signals.worker_init.connect(_on_start, weak=False, dispatch_uid="celery_lease.bypass")
-
-
-def replace_once(
-    cls: type[Any], name: str, wrap: Callable[[Callable[[Any], Any]], Callable[..., Any]]
-) -> None:
-    """Have *wrap* stand around a method of the user's own, unless a base of *cls* has it.
-
-    Args:
-        cls: The class of the task.
-        name: Name of the method.
-        wrap: Given what returns the method of a task, returns what takes its place.
-    """
-    own = inspect.getattr_static(cls, name)
-    if own not in _wrapped:
-        # It may be a static method, or one of the class.
-        wrapped = wraps(getattr(cls, name))(wrap(lambda task: own.__get__(task, type(task))))
-        _wrapped.add(wrapped)
-        setattr(cls, name, wrapped)
-
-
-def stay_plain(cls: type[Any], base: type[Any]) -> None:
-    """Give a class back what *base* overrides of Celery's own task.
-
-    Args:
-        cls: The class of the task.
-        base: The base class that fences it.
-    """
-    for name, ours in vars(base).items():
-        if hasattr(Task, name) and (inspect.isfunction(ours) or isinstance(ours, property)):
-            setattr(cls, name, inspect.getattr_static(Task, name))
 
 
 def _on_start(sender: Any = None, **_: Any) -> None:

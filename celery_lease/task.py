@@ -23,7 +23,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from kombu.exceptions import OperationalError
 
 from celery_lease.backend import GuardedBackend
-from celery_lease.bypass import refuse_bypass, replace_once, stay_plain
+from celery_lease.bypass import refuse_bypass
 from celery_lease.canvas import free_steps, with_id
 from celery_lease.errors import (
     AlreadySettled,
@@ -50,6 +50,7 @@ from celery_lease.republish import carry_on, try_later
 from celery_lease.signals import Stage, announce_refusal, install, stage_of
 from celery_lease.stamp import Stamp, current_stamp, enclosing_stamp, running_request
 from celery_lease.stores.fences import Ticket, refusal
+from celery_lease.wrapping import replace_once, stay_plain
 
 __all__ = ["FencedTask"]
 
