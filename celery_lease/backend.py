@@ -27,7 +27,7 @@ from celery_lease.errors import (
 )
 from celery_lease.execution import (
     fence_store,
-    follows,
+    is_run_over,
     is_vouched,
     mark_refused,
     ticket_of,
@@ -240,7 +240,7 @@ class GuardedBackend:
             return request
         fences, run = fence_store(self._task.app), ticket_of(stamp, stamp.run)
         try:
-            over = follows(stamp, fences.look(run))
+            over = is_run_over(stamp, fences.look(run))
         except CeleryLeaseError:
             return without(request, stamp.run)  # In doubt: redispatched later, if at all.
         if over and not self._has_result(request, stamp.run):

@@ -13,7 +13,7 @@ from weakref import WeakSet
 from celery import Celery, Task, signals
 
 from celery_lease.errors import ConfigurationError
-from celery_lease.execution import actual, fence_store
+from celery_lease.execution import fence_store, unproxied
 
 __all__ = ["refuse_bypass"]
 
@@ -58,7 +58,7 @@ def refuse_bypass(cls: type[Any], base: type[Any], app: Celery) -> None:
                 setting="__call__",
             )
     _refuse_settings(app)
-    _apps.add(actual(app))
+    _apps.add(unproxied(app))
     signals.worker_init.connect(_on_start, weak=False, dispatch_uid="celery_lease.bypass")
 
 

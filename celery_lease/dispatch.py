@@ -139,7 +139,7 @@ class Dispatcher:
                     self._suspect(term, chunk, error)
                 else:
                     self._away, self._turned_down = False, 0
-                    left = [run for run in chunk if run.id in flushed.put_off] + left
+                    left = [run for run in chunk if run.id in flushed.unreached] + left
                     self._flushed(term, chunk, flushed, sent)
                 if self.elector.clock.now() > until:
                     break
@@ -154,7 +154,7 @@ class Dispatcher:
 
         In this order: to end a run is a write to the database, which may fail us.
         """
-        done = [run for run in chunk if run.id not in flushed.put_off]
+        done = [run for run in chunk if run.id not in flushed.unreached]
         self._note_sent([run for run in done if run.id not in flushed.unsent], sent)
         for run in done:
             if run.id in flushed.unsent:

@@ -16,15 +16,15 @@ from celery_lease.stamp import Stamp
 from celery_lease.stores.fences import FenceStore, Standing, Ticket
 
 __all__ = [
-    "actual",
     "fence_store",
-    "follows",
+    "is_run_over",
     "is_vouched",
     "mark_refused",
     "ticket_of",
     "ticket_of_step",
     "ticket_shown",
     "took_in",
+    "unproxied",
     "vouch",
 ]
 
@@ -39,7 +39,7 @@ _shown: WeakKeyDictionary[Any, Ticket] = WeakKeyDictionary()
 _vouched: WeakSet[Any] = WeakSet()
 
 
-def actual(app: Celery) -> Celery:
+def unproxied(app: Celery) -> Celery:
     """Return an app itself: a class that is used before it is bound has a proxy of one."""
     found: Celery = getattr(app, "_get_current_object", lambda: app)()
     return found
@@ -51,7 +51,7 @@ def fence_store(app: Celery) -> FenceStore:
     Raises:
         ConfigurationError: A setting is wrong.
     """
-    app, conf = actual(app), app.conf
+    app, conf = unproxied(app), app.conf
     # Tests set another URL for each: what has not changed is not validated again.
     wanted = tuple(conf.get(name) for name in _STORE_SETTINGS)
     known = _stores.get(app)
@@ -111,7 +111,7 @@ def is_vouched(request: Any) -> bool:
     return request in _vouched
 
 
-def follows(stamp: Stamp, standing: Standing) -> bool:
+def is_run_over(stamp: Stamp, standing: Standing) -> bool:
     """Return whether a stale child is a consequence of a run that is over.
 
     That run is not dispatched again, so nobody would send this child again. A plain

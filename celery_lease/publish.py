@@ -80,7 +80,7 @@ class Flushed(NamedTuple):
     """What became of the runs of a flush, all of whose messages the broker has."""
 
     #: Ids of those that it did not come to.
-    put_off: frozenset[str]
+    unreached: frozenset[str]
     #: Why others that have no message have none, by id.
     unsent: dict[str, Unsent]
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("celery_lease.scheduler")
 #: An attempt from which on it is worth a warning.
 MANY_ATTEMPTS = 3
 #: How many times longer a lost run is waited for, at most, than its first attempt was.
-LONGEST = 16
+LONGEST_FACTOR = 16
 #: Seconds after which an entry that cannot be read tells that none can, and for how long none is
 #: asked for then.
 SLOW, AWAY = 1.0, 10.0
@@ -109,7 +109,7 @@ class Recovery:
     def retry_lost(self, term: Term, wishes: dict[str, float]) -> None:
         """Send again runs that are lost even though their epoch is the current one.
 
-        Each attempt gets twice the time of the one before, up to :data:`LONGEST` times the
+        Each attempt gets twice the time of the one before, up to :data:`LONGEST_FACTOR` times the
         first: where messages only wait in a long queue, sending them again must not make it
         longer and longer.
 
@@ -120,7 +120,7 @@ class Recovery:
 
         def allowed(run: Run) -> float:
             first = wishes[run.entry]
-            return rising(first, run.attempt - 1, LONGEST * first)
+            return rising(first, run.attempt - 1, LONGEST_FACTOR * first)
 
         names = list(wishes)
         for at in range(0, len(names), BATCH):

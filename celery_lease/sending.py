@@ -44,7 +44,7 @@ class Sending:
     run: Run
     term: Term
     #: Whether it is left to a later flush.
-    put_off: bool = False
+    unreached: bool = False
     #: Whether Celery gave the message to the producer.
     sent: bool = False
     #: Tells whether the broker is known to have it.
@@ -98,7 +98,7 @@ class LeasedSends(LeaseParts):
         return Dispatcher(
             SQLLedger(self.store.engine, idle=self.settings.guard_idle),
             self.elector,
-            self._flush,
+            self._flush_runs,
             max_attempts=self.settings.max_attempts,
         )
 
@@ -266,7 +266,7 @@ class LeasedSends(LeaseParts):
             asked = self._due_now[entry.name] = (term.uuid, now)
         return asked[1]
 
-    def _flush(self, term: Term, runs: Sequence[Run]) -> Flushed:
+    def _flush_runs(self, term: Term, runs: Sequence[Run]) -> Flushed:
         """Flush, and return what became of it.
 
         Raises:
@@ -281,7 +281,7 @@ class LeasedSends(LeaseParts):
             )
             raise
         return Flushed(
-            put_off=frozenset(each.run.id for each in sendings if each.put_off),
+            unreached=frozenset(each.run.id for each in sendings if each.unreached),
             unsent={
                 each.run.id: Unsent(reason=said(each.trouble), remedy=self._remedy(each.trouble))
                 for each in sendings
@@ -310,7 +310,7 @@ class LeasedSends(LeaseParts):
                 self._send(each, producer)
                 if monotonic() > until:
                     for late in sendings[place:]:
-                        late.put_off = True
+                        late.unreached = True
                     break
 
     @contextmanager

@@ -38,7 +38,7 @@ from celery_lease.errors import (
 )
 from celery_lease.execution import (
     fence_store,
-    follows,
+    is_run_over,
     mark_refused,
     ticket_of,
     took_in,
@@ -382,7 +382,7 @@ class FencedTask(_Task):
         if fence is None or fence.term is None:
             # Until the fence is raised, the run's own commit may still be on its way.
             try_later(self, request, StoreContention("a takeover is raising the fence"))
-        if not follows(stamp, standing):
+        if not is_run_over(stamp, standing):
             return False
         carry_on(self, request, stamp.renewed(fence.epoch, fence.term))
         return True

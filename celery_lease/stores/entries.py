@@ -14,7 +14,7 @@ from celery_lease.stores.dialects import database_of, translated
 from celery_lease.stores.guarded import guarded
 from celery_lease.stores.schema import entry_table
 
-__all__ = ["EntryState", "SQLEntries", "store"]
+__all__ = ["EntryState", "SQLEntries", "write_states"]
 
 #: Rows read, or written, at a time.
 ROWS = 5000
@@ -36,7 +36,7 @@ class EntryState:
     total_run_count: int
 
 
-def store(connection: sa.Connection, term: Term, states: Sequence[EntryState]) -> None:
+def write_states(connection: sa.Connection, term: Term, states: Sequence[EntryState]) -> None:
     """Write states of entries: new rows whole, of known ones all but first_seen_at.
 
     Args:
@@ -92,7 +92,7 @@ class SQLEntries:
         """
         for at in range(0, len(added), ROWS):
             with guarded(self.engine, term, self.idle) as connection:
-                store(connection, term, added[at : at + ROWS])
+                write_states(connection, term, added[at : at + ROWS])
         for at in range(0, len(removed), NAMES):
             with guarded(self.engine, term, self.idle) as connection:
                 connection.execute(

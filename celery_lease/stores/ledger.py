@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, RunState, Skipped, run_id
 from celery_lease.stores.dialects import Database, database_of, from_now, translated, utcnow
-from celery_lease.stores.entries import EntryState, store
+from celery_lease.stores.entries import EntryState, write_states
 from celery_lease.stores.guarded import guarded
 from celery_lease.stores.schema import UTCDateTime, commit_table, run_table
 
@@ -82,7 +82,7 @@ class SQLLedger:
             if skipped:
                 lines = [_skip_row(term, name, each, now) for name, each in skipped]
                 connection.execute(insert, lines)
-            store(connection, term, moved)
+            write_states(connection, term, moved)
         return known
 
     def mark(self, term: Term, ids: Sequence[str]) -> int:

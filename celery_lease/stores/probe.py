@@ -66,17 +66,17 @@ class Probe(SQLLeaseStore):
         pooler in transaction mode each gets the other's, be it that the session that was
         let go last is lent first, or the one that was let go first.
         """
-        session = self.database.session
+        session_id = self.database.session_id
         with (
             self._translated(),
             self.engine.connect() as ours,
             other.engine.connect() as theirs,
         ):
             for order in ((ours, theirs), (theirs, ours)):
-                before = {each: session(each) for each in (ours, theirs)}
+                before = {each: session_id(each) for each in (ours, theirs)}
                 ours.rollback()
                 theirs.rollback()
-                after = {each: session(each) for each in order}
+                after = {each: session_id(each) for each in order}
                 ours.rollback()
                 theirs.rollback()
                 if before != after:

@@ -81,7 +81,7 @@ class Database:
         """Return what about this server can lose an epoch that it acknowledged."""
         return []
 
-    def session(self, connection: sa.Connection) -> int | None:
+    def session_id(self, connection: sa.Connection) -> int | None:
         """Return the number of the server's session behind a connection, where it has one."""
         return None
 

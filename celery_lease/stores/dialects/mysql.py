@@ -165,7 +165,7 @@ class MySQL(Database):
             found.append(Weakness(False, text))
         return found
 
-    def session(self, connection: sa.Connection) -> int | None:
+    def session_id(self, connection: sa.Connection) -> int | None:
         """Ask for the thread that serves this connection."""
         return connection.execute(sa.select(sa.func.connection_id())).scalar()
 

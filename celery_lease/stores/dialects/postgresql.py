@@ -182,7 +182,7 @@ class PostgreSQL(OnConflict):
                 found.append(Weakness(False, f"{setting} = off: a crash can lose commits"))
         return found
 
-    def session(self, connection: sa.Connection) -> int | None:
+    def session_id(self, connection: sa.Connection) -> int | None:
         """Ask for the process that serves this connection."""
         return connection.execute(sa.select(sa.func.pg_backend_pid())).scalar()
 
