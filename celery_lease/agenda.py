@@ -12,7 +12,7 @@ from celery_lease.due import Ended, due_at, zone_of
 from celery_lease.entry import LeasedEntry
 from celery_lease.heap import DueHeap, ScheduleDict
 
-__all__ = ["AGAIN", "AHEAD", "Agenda", "aware", "restore"]
+__all__ = ["AHEAD", "Agenda", "aware", "restore"]
 
 logger = logging.getLogger("celery_lease.scheduler")
 

@@ -28,7 +28,7 @@ from celery_lease.stores.dialects import file_of
 from celery_lease.stores.leases import SCRATCH
 from celery_lease.stores.probe import Probe
 
-__all__ = ["UNKNOWN", "Canary", "Finding", "Status", "run"]
+__all__ = ["UNKNOWN", "Status", "run"]
 
 #: What no check from here can know.
 UNKNOWN = (

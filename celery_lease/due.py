@@ -20,7 +20,7 @@ from celery.utils.time import timezone as zones
 
 from celery_lease.occurrence import Missed
 
-__all__ = ["Ended", "due_at", "frozen", "interval", "missed", "zone_of"]
+__all__ = ["Ended", "due_at", "missed", "zone_of"]
 
 #: How far occurrences are followed one by one before looking back from now instead: what
 #: keeps one entry, after any outage, to some hundredths of a second.

@@ -19,7 +19,7 @@ from celery_lease.errors import ConfigurationError
 from celery_lease.occurrence import Misfire, MisfirePolicy, storable
 from celery_lease.settings import Settings, duration, misfire_policy
 
-__all__ = ["PLAIN", "LeasedEntry", "Wishes", "wishes_of"]
+__all__ = ["PLAIN", "LeasedEntry", "Wishes", "deadline_of", "wishes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from kombu import exceptions
 
 from celery_lease.occurrence import storable
 
-__all__ = ["FLUSH", "Publisher", "Remedy", "Undelivered", "Unsent", "said"]
+__all__ = ["FLUSH", "Flushed", "Publisher", "Remedy", "Undelivered", "Unsent", "said"]
 
 #: Messages in one flush. A leader that hangs in a flush sends it late: it stays small.
 FLUSH = 100

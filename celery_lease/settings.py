@@ -20,7 +20,7 @@ from typing import Any
 from celery_lease.errors import ConfigurationError
 from celery_lease.occurrence import MisfirePolicy
 
-__all__ = ["PREFIX", "Settings", "duration", "misfire_policy"]
+__all__ = ["PREFIX", "Settings", "duration", "misfire_policy", "positive_duration"]
 
 #: Every setting of this package begins with this.
 PREFIX = "beat_lease_"
@@ -181,7 +181,7 @@ def positive_duration(setting: str, value: Any) -> float:
     """Return *value*, a number of seconds or a timedelta above 0, as seconds.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: It is no such number.
     """
     seconds = duration(setting, value)
     if seconds <= 0:

@@ -16,6 +16,7 @@ from celery_lease.stamp import inherit
 from celery_lease.transition import Action, Transition
 
 __all__ = [
+    "Stage",
     "announce",
     "install",
     "lease_acquired",
@@ -24,6 +25,7 @@ __all__ = [
     "occurrence_skipped",
     "announce_refusal",
     "announce_skipped",
+    "stage_of",
     "task_refused",
 ]
 
