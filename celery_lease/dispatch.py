@@ -50,7 +50,7 @@ class Dispatcher:
     Args:
         ledger: Where the runs are.
         elector: Knows whether we may send.
-        flush: Gives the broker the messages of some runs, and tells of those that have none.
+        flush: Hands the broker the messages of some runs, and reports those that have none.
             Raises Undelivered.
         max_attempts: How many times a message is turned away before its run fails.
     """

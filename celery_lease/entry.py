@@ -24,23 +24,23 @@ __all__ = ["PLAIN", "LeasedEntry", "Wishes", "deadline_of", "wishes_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What an entry asks for; None where it leaves it to the settings. Seconds.
+    """What an entry asks for. Durations are in seconds.
 
     Raises:
         ConfigurationError: A value cannot be; the message names entry and key.
     """
 
-    #: Which of the occurrences that were found late to fire.
+    #: Which of the occurrences that were found late to fire; None leaves it to the settings.
     misfire: MisfirePolicy | None = None
-    #: How late is still fine.
+    #: How late is still fine; None leaves it to the settings.
     grace: float | None = None
     #: Whether an occurrence may be sent while the one before is not settled.
     overlap: bool = True
     #: After how long an unsettled one does not count any more: its message may be lost.
     overlap_timeout: float = 3600.0
-    #: Whether the task is fenced, for tasks that beat does not import.
+    #: Whether the task is fenced, for tasks that beat does not import; None leaves it to the task.
     fenced: bool | None = None
-    #: After how long an unsettled one is sent again, even under the same epoch.
+    #: After how long an unsettled one is sent again, even under the same epoch; None for never.
     retry_lost_after: float | None = None
 
     @classmethod

@@ -25,12 +25,12 @@ from celery_lease.settings import Settings
 
 __all__ = ["Batch", "Planner"]
 
-#: Methods of a crontab on which depends whether it says that it is due.
+#: The methods by which a crontab decides whether it is due; a subclass may override them.
 _ASKED = ("is_due", "remaining_estimate")
 #: Seconds until an entry is asked again whose schedule says "not now".
 NOT_NOW = 1.0
-#: An entry that waits for the run before is asked again after this part of what that has
-#: taken so far, in seconds between these bounds: many may wait, and for long.
+#: An entry that waits for its previous run is asked again after PART of that run's age,
+#: between SHORTEST and LONGEST seconds: many may wait, and for long.
 PART, SHORTEST, LONGEST = 0.1, 1.0, 30.0
 
 

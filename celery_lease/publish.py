@@ -79,9 +79,9 @@ class Unsent(NamedTuple):
 class Flushed(NamedTuple):
     """What became of the runs of a flush, all of whose messages the broker has."""
 
-    #: Ids of those that it did not come to.
+    #: Ids of runs that the flush did not get to.
     unreached: frozenset[str]
-    #: Why others that have no message have none, by id.
+    #: Runs whose message could not be made, by id, and why.
     unsent: dict[str, Unsent]
 
 

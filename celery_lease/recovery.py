@@ -28,8 +28,8 @@ logger = logging.getLogger("celery_lease.scheduler")
 MANY_ATTEMPTS = 3
 #: How many times longer a lost run is waited for, at most, than its first attempt was.
 LONGEST_FACTOR = 16
-#: Seconds after which an entry that cannot be read tells that none can, and for how long none is
-#: asked for then.
+#: A lookup that fails after more than SLOW seconds says that the entries' store is away: none is
+#: looked up for AWAY seconds.
 SLOW, AWAY = 1.0, 10.0
 #: How many batches of unsettled runs one round looks through.
 PAGES = 10

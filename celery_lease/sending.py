@@ -49,7 +49,7 @@ class Sending:
     sent: bool = False
     #: Tells whether the broker is known to have it.
     is_taken: Callable[[], bool] | None = None
-    #: Why it did not.
+    #: What making or publishing the message raised; None if nothing did.
     trouble: BaseException | None = None
 
 
