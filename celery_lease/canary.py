@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -32,14 +32,18 @@ __all__ = ["UNKNOWN", "Status", "run"]
 
 #: What no check from here can know.
 UNKNOWN = (
-    "whether a failover keeps every commit: with asynchronous replication the newest epochs can "
-    "be lost and granted again; then only the term's uuid tells the two apart\n"
-    "whether all beats and workers reach this same server: a proxy that splits reads from writes, "
-    "or two addresses of two servers, look the same from here\n"
-    "whether the disk keeps what it acknowledged\n"
-    "whether the database's clock will be stepped\n"
-    "what a pooler does that was not in the way of these two clients"
-).splitlines()
+    (
+        "whether a failover keeps every commit: with asynchronous replication the newest epochs "
+        "can be lost and granted again; then only the term's uuid tells the two apart"
+    ),
+    (
+        "whether all beats and workers reach this same server: a proxy that splits reads from "
+        "writes, or two addresses of two servers, look the same from here"
+    ),
+    "whether the disk keeps what it acknowledged",
+    "whether the database's clock will be stepped",
+    "what a pooler does that was not in the way of these two clients",
+)
 
 _WRITABLE = "writable primary"
 
@@ -264,19 +268,20 @@ class Canary:
 
     def _waits(self) -> str:
         old = self._lead(self.ours, self._us)
-        over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             with self.ours.writing(old, self._task("in flight")) as passed:
                 if not passed:
                     raise _Conflict("a write under the current epoch was refused")
-                takeover = pool.submit(self._lead_at_last, over)
-                if over.wait(_PATIENCE):
+                takeover = pool.submit(self._lead_at_last)
+                wait([takeover], _PATIENCE)
+                if takeover.done():
+                    takeover.result()
                     raise _Conflict("a takeover did not wait for a guarded write under way")
             began = time.monotonic()
             takeover.result()
         return f"it was over {time.monotonic() - began:.3f} s after the guarded write"
 
-    def _lead_at_last(self, over: threading.Event) -> None:
+    def _lead_at_last(self) -> None:
         """Take over, however long a guard is in the way."""
         end = time.monotonic() + _LONG
         while time.monotonic() < end:
@@ -284,7 +289,6 @@ class Canary:
                 self._lead(self.theirs, self._them)
             except StoreContention:
                 continue  # The lock wait is over; the guard is not.
-            over.set()
             return
         raise _Conflict("a takeover could not raise the fence in a minute")
 
