@@ -30,7 +30,7 @@ from celery_lease.settings import Settings, positive_duration
 from celery_lease.stores import ddl
 from celery_lease.stores.dialects import file_of, is_certainly_wrong, masked
 from celery_lease.stores.leases import SQLLeaseStore
-from celery_lease.stores.ledger import SQLLedger
+from celery_lease.stores.ledger import pending
 from celery_lease.transition import Action, Transition
 
 __all__ = ["lease"]
@@ -146,19 +146,18 @@ def status(url: str | None, name: str | None, as_json: bool) -> None:
         found = list(store.read_all()) if name is None else [store.read(name)]
         known = [each for each in found if each is not None]
         fences = {each.name: store.read_fence(each.name) for each in known}
-        ledger = SQLLedger(store.engine, idle=settings.guard_idle)
-        pending = {each.name: ledger.pending(each.name) for each in known}
+        unsettled = {each.name: pending(store.engine, each.name) for each in known}
     if as_json:
         shown = []
         for each in known:
-            fence, (count, since) = fences[each.name], pending[each.name]
+            fence, (count, since) = fences[each.name], unsettled[each.name]
             more = {"held": each.held, "fence": fence and fence.epoch}
             shown.append({**_plain(each), **more, "unsettled": count, "unsettled_since": since})
         _print_json({"url": store.shown, "leases": shown})
     else:
         for each in known:
             click.echo(_sentence(each))
-            count, since = pending[each.name]
+            count, since = unsettled[each.name]
             if count:
                 click.echo(
                     f"  {count} fenced runs not settled, the oldest since {_instant(since)}"

@@ -59,7 +59,7 @@ class SQLEntries:
         idle: Seconds that the database waits for a commit after its last statement.
     """
 
-    def __init__(self, engine: sa.Engine, *, idle: float = 5.0) -> None:
+    def __init__(self, engine: sa.Engine, *, idle: float) -> None:
         self.engine = engine
         self.idle = idle
 

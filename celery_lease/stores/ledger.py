@@ -22,7 +22,7 @@ from celery_lease.stores.entries import EntryState, write_states
 from celery_lease.stores.guarded import guarded
 from celery_lease.stores.schema import UTCDateTime, commit_table, run_table
 
-__all__ = ["SQLLedger"]
+__all__ = ["SQLLedger", "pending"]
 
 #: No more ids than this go into one IN.
 CHUNK = 500
@@ -42,7 +42,7 @@ class SQLLedger:
         idle: Seconds that the database waits for a commit after its last statement.
     """
 
-    def __init__(self, engine: sa.Engine, *, idle: float = 5.0) -> None:
+    def __init__(self, engine: sa.Engine, *, idle: float) -> None:
         self.engine = engine
         self.idle = idle
 
@@ -252,23 +252,6 @@ class SQLLedger:
                     since[row.entry] = min(known, row.claimed_at) if known else row.claimed_at
         return since
 
-    def pending(self, lease: str) -> tuple[int, datetime | None]:
-        """Return how many fenced runs are not settled, and since when the oldest one is not."""
-        query = (
-            sa.select(sa.func.count(), sa.func.min(run_table.c.claimed_at, type_=UTCDateTime()))
-            .select_from(run_table)
-            .outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
-            .where(
-                run_table.c.lease == lease,
-                run_table.c.open == sa.true(),
-                run_table.c.fenced == sa.true(),
-                commit_table.c.task_id.is_(None),
-            )
-        )
-        with translated(self.engine), self.engine.connect() as connection:
-            count, since = connection.execute(query).one()
-        return count, since
-
     # --- inside -------------------------------------------------------------------------
 
     def _open_runs(
@@ -309,6 +292,24 @@ class SQLLedger:
                 ).scalars()
             )
         return found
+
+
+def pending(engine: sa.Engine, lease: str) -> tuple[int, datetime | None]:
+    """Return how many fenced runs are not settled, and since when the oldest one is not."""
+    query = (
+        sa.select(sa.func.count(), sa.func.min(run_table.c.claimed_at, type_=UTCDateTime()))
+        .select_from(run_table)
+        .outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
+        .where(
+            run_table.c.lease == lease,
+            run_table.c.open == sa.true(),
+            run_table.c.fenced == sa.true(),
+            commit_table.c.task_id.is_(None),
+        )
+    )
+    with translated(engine), engine.connect() as connection:
+        count, since = connection.execute(query).one()
+    return count, since
 
 
 #: Runs beside their commit, if there is one. (No child has a run's id, so this needs no origin,

@@ -33,7 +33,7 @@ def store(database_url):
 @pytest.fixture
 def ledger(store):
     """The ledger under test."""
-    return SQLLedger(store.engine)
+    return SQLLedger(store.engine, idle=5.0)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_claim_is_all_there_before_anything_is_sent(store, ledger, term):
         3,
         NOON + timedelta(hours=2),
     )
-    assert list(SQLEntries(store.engine).load(LEASE)) == moved
+    assert list(SQLEntries(store.engine, idle=5.0).load(LEASE)) == moved
 
 
 def test_a_deposed_leader_claims_nothing(store, ledger, term):
@@ -132,7 +132,7 @@ def test_a_deposed_leader_claims_nothing(store, ledger, term):
         ledger.claim(term, runs_of("a"), moved=moved)
 
     assert rows(store, "id") == []
-    assert list(SQLEntries(store.engine).load(LEASE)) == []
+    assert list(SQLEntries(store.engine, idle=5.0).load(LEASE)) == []
 
 
 def test_a_term_with_the_same_epoch_claims_nothing_either(store, ledger, term):
@@ -320,7 +320,7 @@ def test_running_tells_since_when_an_entry_is_not_settled(store, ledger, term):
 
 def test_entries_are_stored_kept_and_forgotten(store, ledger, term):
     """First seen stays; an entry that left the schedule starts anew when it is back."""
-    entries = SQLEntries(store.engine)
+    entries = SQLEntries(store.engine, idle=5.0)
     new = [
         EntryState(name=each, first_seen_at=NOON, last_run_at=None, total_run_count=0)
         for each in ("a", "b")
@@ -347,13 +347,13 @@ def test_a_deposed_leader_does_not_touch_the_entries(store, term):
     take_over(store)
 
     with pytest.raises(LeaseLost):
-        SQLEntries(store.engine).reconcile(
+        SQLEntries(store.engine, idle=5.0).reconcile(
             term,
             added=[EntryState(name="a", first_seen_at=NOON, last_run_at=None, total_run_count=0)],
             removed=[],
         )
 
-    assert list(SQLEntries(store.engine).load(LEASE)) == []
+    assert list(SQLEntries(store.engine, idle=5.0).load(LEASE)) == []
 
 
 def test_old_records_are_deleted_but_not_what_is_open(store, ledger, term):

@@ -130,7 +130,7 @@ def test_a_beat_can_do_all_that_the_ledger_asks_of_it(roles):
     with beat(roles) as store:
         term = grant(store)
         store.raise_fence(term)
-        ledger, entries = SQLLedger(store.engine), SQLEntries(store.engine)
+        ledger, entries = SQLLedger(store.engine, idle=5.0), SQLEntries(store.engine, idle=5.0)
         runs = [
             Run(id=run_id(NAME, "e", due), entry="e", due_at=due, fenced=True)
             for due in (NOW, NOW + timedelta(hours=1))
@@ -161,7 +161,8 @@ def test_a_worker_can_do_all_that_the_guard_asks_of_it(roles):
         for final in (True, False):
             with guarded(engine, Guard(ticket(term, "b"), fences, final=final)):
                 pass
-        SQLLedger(store.engine).claim(term, [Run(id="c", entry="e", due_at=NOW, fenced=True)])
+        run = Run(id="c", entry="e", due_at=NOW, fenced=True)
+        SQLLedger(store.engine, idle=5.0).claim(term, [run])
         assert fences.refuse(ticket(term, "c"))
 
 

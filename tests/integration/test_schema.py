@@ -358,7 +358,7 @@ def test_housekeeping_never_reads_a_whole_table(old, chore):
     store, term = old
     plans = Plans(store)
     with plans.listening():
-        chore(store, SQLLedger(store.engine), term)
+        chore(store, SQLLedger(store.engine, idle=5.0), term)
 
     assert plans.found, "nothing was explained"
     for statement, scans in plans.found:
@@ -370,7 +370,7 @@ def test_housekeeping_reads_little_of_a_long_history(old, chore):
     """An index may lead to all of it, too: that of the rows' age has each run of the lease."""
     store, term = old
     with _counted(store.engine) as read:
-        chore(store, SQLLedger(store.engine), term)
+        chore(store, SQLLedger(store.engine, idle=5.0), term)
     assert 0 < read() < RUNS // 20
 
 
