@@ -27,7 +27,7 @@ from celery_lease.stores.dialects import Direct, database_of
 from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
-    is_of_the_users,
+    is_users_own_error,
     objection,
     passes,
     refusal,
@@ -46,9 +46,9 @@ _DIALECTS: dict[str, Dialect] = {
 class _Connection(Direct):
     """Django's connection, as the guard sees it."""
 
-    def __init__(self, connection: Any, named_by: Engine) -> None:
+    def __init__(self, connection: Any, schemas_of: Engine) -> None:
         # No engine, and no pool: what was set on it is given back by :func:`guarded`.
-        super().__init__(_DIALECTS[connection.vendor], None, named_by)
+        super().__init__(_DIALECTS[connection.vendor], None, schemas_of)
         self.info = {}
         self._connection = connection
 
@@ -153,7 +153,7 @@ def _guard(
         passed = passes(seen, ticket, final=final, idle=store.idle, commit=commit)
     except DatabaseError as error:
         driver = error.__cause__
-        if commit and driver and is_of_the_users(database_of(seen.dialect), driver):
+        if commit and driver and is_users_own_error(database_of(seen.dialect), driver):
             raise
         reason = _reason(seen, ticket, store, error)
         if reason is error:

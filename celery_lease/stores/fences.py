@@ -40,7 +40,7 @@ __all__ = [
     "FenceStore",
     "Standing",
     "Ticket",
-    "is_of_the_users",
+    "is_users_own_error",
     "look",
     "objection",
     "passes",
@@ -322,7 +322,7 @@ def _forbidden(
     )
 
 
-def is_of_the_users(database: Database, driver: BaseException) -> bool:
+def is_users_own_error(database: Database, driver: BaseException) -> bool:
     """Return whether a guard that brought the COMMIT met an error about the user's own objects.
 
     What is deferred to the COMMIT, constraint triggers say, is run by it.

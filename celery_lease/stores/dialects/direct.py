@@ -26,7 +26,7 @@ class Direct:
     Args:
         dialect: What they are compiled for.
         engine: Whose connection it is; None if it is not SQLAlchemy's.
-        named_by: What says which schemas the lease tables are in; None for the default one.
+        schemas_of: What says which schemas the lease tables are in; None for the default one.
     """
 
     #: What is remembered of the driver's connection.
@@ -36,11 +36,11 @@ class Direct:
         self,
         dialect: sa.Dialect,
         engine: sa.Engine | None,
-        named_by: sa.Engine | sa.Connection | None = None,
+        schemas_of: sa.Engine | sa.Connection | None = None,
     ) -> None:
         self.dialect = dialect
         self.engine = engine
-        options = {} if named_by is None else named_by.get_execution_options()
+        options = {} if schemas_of is None else schemas_of.get_execution_options()
         self._schemas = tuple((options.get("schema_translate_map") or {}).items())
 
     @property
@@ -102,15 +102,15 @@ def direct(engine: sa.Engine) -> Iterator[Direct]:
         pooled.close()
 
 
-def within(connection: sa.Connection, named_by: sa.Engine | None = None) -> Direct:
+def within(connection: sa.Connection, schemas_of: sa.Engine | None = None) -> Direct:
     """Return a way into the transaction of *connection*, which its events and its log see.
 
     Args:
         connection: The user's, or one of our own.
-        named_by: The engine that says which schemas the lease tables are in, where that is
+        schemas_of: The engine that says which schemas the lease tables are in, where that is
             not the connection's own.
     """
-    return _Within(connection, named_by or connection)
+    return _Within(connection, schemas_of or connection)
 
 
 class _Pooled(Direct):
@@ -149,8 +149,8 @@ class _Pooled(Direct):
 class _Within(Direct):
     """A transaction of SQLAlchemy's."""
 
-    def __init__(self, connection: sa.Connection, named_by: sa.Engine | sa.Connection) -> None:
-        super().__init__(connection.dialect, connection.engine, named_by)
+    def __init__(self, connection: sa.Connection, schemas_of: sa.Engine | sa.Connection) -> None:
+        super().__init__(connection.dialect, connection.engine, schemas_of)
         self.info = connection.info
         self._connection = connection
 
