@@ -14,6 +14,7 @@ from celery import Celery, Task, signals
 
 from celery_lease.errors import ConfigurationError
 from celery_lease.execution import fence_store, unproxied
+from celery_lease.logs import warn_of_file
 
 __all__ = ["refuse_bypass"]
 
@@ -69,7 +70,7 @@ def _on_start(sender: Any = None, **_: Any) -> None:
         return
     try:
         _refuse_settings(app)
-        fence_store(app).engine  # noqa: B018 - made for what it raises
+        warn_of_file(fence_store(app).engine.url, logger)
     except ConfigurationError as error:
         logger.critical("worker cannot start: %s", error, extra={"action": "worker-cannot-start"})
         # Any other exception of a receiver is logged, and the worker goes on.

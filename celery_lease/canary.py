@@ -101,12 +101,15 @@ def run(url: str, options: Mapping[str, Any], *, rounds: int, create: bool) -> l
         ConfigurationError: The URL or the options cannot be used.
         SchemaMismatch: The tables are missing, or of another version.
         StoreUnavailable: The database cannot be reached.
+        NotWritable: This role lacks a privilege that beats need.
     """
     ours, theirs = Probe(url, options), Probe(url, options)
     try:
         try:
             ours.prepare(create=create)
         except NotWritable as error:
+            if error.forbidden:
+                raise
             return [Finding(check=_WRITABLE, status=Status.FAILED, detail=str(error))]
         return Canary(ours, theirs, rounds).run()
     finally:
@@ -159,6 +162,8 @@ class Canary:
         except _Warning as warning:
             return Finding(check=name, status=Status.WARNING, detail=str(warning))
         except (_Conflict, CeleryLeaseError) as error:
+            if isinstance(error, NotWritable) and error.forbidden:
+                raise  # Of the database that says nothing.
             return Finding(check=name, status=Status.FAILED, detail=str(error))
 
     def remove(self) -> None:

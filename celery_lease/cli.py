@@ -178,15 +178,20 @@ def history(url: str | None, name: str | None, limit: int, as_json: bool) -> Non
     with _store(settings, statement_wait=_PATIENCE) as store:
         store.prepare(create=False, write=False)
         terms = store.history(settings.name, limit)
+        known = bool(terms) or store.read(settings.name) is not None
     if as_json:
         _print_json(
             {"url": store.shown, "name": settings.name, "terms": [_plain(each) for each in terms]}
         )
-        return
-    for each in terms:
-        click.echo(_line(each))
-    if not terms:
-        click.echo(f"{settings.name}: no term yet")
+    else:
+        for each in terms:
+            click.echo(_line(each))
+        if not known:
+            click.echo(f"there is no lease {settings.name!r}")
+        elif not terms:
+            click.echo(f"{settings.name}: no term yet")
+    if not known:
+        raise click.exceptions.Exit(1)
 
 
 # --- taking -------------------------------------------------------------------------------

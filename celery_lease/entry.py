@@ -19,7 +19,7 @@ from celery_lease.errors import ConfigurationError
 from celery_lease.occurrence import Misfire, MisfirePolicy, storable
 from celery_lease.settings import Settings, duration, misfire_policy
 
-__all__ = ["PLAIN", "LeasedEntry", "Wishes", "deadline_of", "wishes_of"]
+__all__ = ["PLAIN", "LeasedEntry", "Wishes", "deadline_of", "refuse_wishes", "wishes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,27 @@ _KEYS = tuple(Wishes.__dataclass_fields__)
 #: Keys of Celery's, and what a scheduler gives beside them.
 _CELERYS = frozenset(inspect.signature(ScheduleEntry).parameters)
 _GIVEN = frozenset({"name", "app"})
+
+
+def refuse_wishes(entries: Any, cls: type[ScheduleEntry]) -> None:
+    """Refuse keys of ours in a schedule of which another scheduler makes the entries.
+
+    Args:
+        entries: The ``beat_schedule``.
+        cls: What that scheduler makes its entries of. A key that it takes is its own.
+
+    Raises:
+        ConfigurationError: An entry has one; the message names both.
+    """
+    foreign = set(_KEYS) - set(inspect.signature(cls).parameters)
+    for name, given in entries.items() if isinstance(entries, Mapping) else ():
+        for key in sorted(foreign.intersection(given)):
+            setting = f"beat_schedule[{name!r}][{key!r}]"
+            raise ConfigurationError(
+                f"{setting} is for celery_lease:LeasedScheduler, and a {cls.__name__} does not "
+                f"know it; remove it",
+                setting=setting,
+            )
 
 
 class LeasedEntry(ScheduleEntry):

@@ -184,7 +184,12 @@ class StoreContention(StoreError):
 
 
 class NotWritable(StoreError):
-    """The server is a replica or read-only, or the role may not write there."""
+    """The server is a replica or read-only, or the role lacks a privilege there."""
+
+    def __init__(self, message: str, *, forbidden: bool = False) -> None:
+        super().__init__(message)
+        #: Whether it is this role that lacks a privilege: waiting does not help then.
+        self.forbidden = forbidden
 
 
 class SchemaMismatch(StoreError):

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from celery.beat import Scheduler
 
+from celery_lease.entry import LeasedEntry, refuse_wishes
 from celery_lease.errors import (
     CeleryLeaseError,
     ConfigurationError,
@@ -26,6 +27,7 @@ from celery_lease.errors import (
     StoreUnavailable,
 )
 from celery_lease.lease import Holder, Term
+from celery_lease.logs import warn_of_file
 from celery_lease.parts import LeaseParts, logger
 from celery_lease.sending import LeasedSends
 from celery_lease.stores.dialects import file_of, is_certainly_wrong, masked
@@ -84,27 +86,16 @@ class LeaseMixin(LeasedSends):
             SystemExit: With one line in the log that names the setting and the way out.
         """
         try:
+            if not issubclass(self.Entry, LeasedEntry):
+                refuse_wishes(self.app.conf.beat_schedule, self.Entry)
             self._prepare()
-            self._warn_of_file()
+            warn_of_file(self.settings.url, logger)
         except (StoreUnavailable, StoreContention) as error:
             if is_certainly_wrong(error, self.settings.url):
                 self._refuse(error)
             self._complain(error)
         except CeleryLeaseError as error:
             self._refuse(error)
-
-    def _warn_of_file(self) -> None:
-        """Say which file it is that was not named in full: each directory has its own."""
-        file = file_of(self.settings.url)
-        if file is not None and not file.is_absolute():
-            logger.warning(
-                "beat_lease_url names the file %s, in the directory in which this beat was "
-                "started: a beat of another directory or host has another lease, and sends "
-                "everything as well; name one database for all beats and workers, or this file "
-                "in full",
-                file.absolute(),
-                extra={"action": "lease-in-a-relative-file"},
-            )
 
     def _prepare(self) -> None:
         self.store.prepare(create=self.settings.auto_init)

@@ -16,8 +16,9 @@ from celery.utils.log import ColorFormatter
 
 from celery_lease.errors import FencingError
 from celery_lease.stamp import current_stamp
+from celery_lease.stores.dialects import file_of
 
-__all__ = ["LeaseFilter", "install"]
+__all__ = ["LeaseFilter", "install", "warn_of_file"]
 
 # Not in Celery's type stubs.
 _PROCESS: str = defaults.DEFAULT_PROCESS_LOG_FMT  # type: ignore[attr-defined]
@@ -31,6 +32,25 @@ _TAGGED = {
     _PROCESS: _PROCESS.replace("] ", "]%(lease_tag)s ", 1),
     _TASK: _TASK.replace("]: ", "]%(lease_tag)s: ", 1),
 }
+
+
+def warn_of_file(url: Any, logger: logging.Logger) -> None:
+    """Say which file it is that was not named in full: each directory has its own.
+
+    Args:
+        url: The URL of the lease database.
+        logger: Whose line it is.
+    """
+    file = file_of(url)
+    if file is not None and not file.is_absolute():
+        logger.warning(
+            "beat_lease_url names the file %s, in the directory in which this process was "
+            "started: a beat of another directory or host has another lease, and sends "
+            "everything as well; a worker there finds no fence; name one database for all beats "
+            "and workers, or this file in full",
+            file.absolute(),
+            extra={"action": "lease-in-a-relative-file"},
+        )
 
 
 class LeaseFilter(logging.Filter):

@@ -35,11 +35,13 @@ BEAT: Mapping[str, tuple[str, ...]] = {
     commit_table.name: ("SELECT", "INSERT", "DELETE"),
 }
 
-#: What a worker needs. It can lock the fence, record an outcome and mark a run refused;
-#: it can neither take a lease nor move an epoch.
+#: What a worker needs, and ``celery lease status`` and ``history`` beside it. It can lock the
+#: fence, record an outcome and mark a run refused; it can neither take a lease nor move an epoch.
 WORKER: Mapping[str, tuple[str, ...]] = {
+    schema_table.name: ("SELECT",),
     lease_table.name: ("SELECT",),
     fence_table.name: ("SELECT", "UPDATE (lockable)"),
+    term_table.name: ("SELECT",),
     run_table.name: ("SELECT", "UPDATE (state, open)"),
     commit_table.name: ("SELECT", "INSERT"),
 }
@@ -66,17 +68,25 @@ def grants(dialect: str, *, beat: str, worker: str) -> list[str]:
 
     Args:
         dialect: One of :data:`DIALECTS`; SQLite has no roles.
-        beat: The role that beats connect as.
+        beat: The role that beats connect as. On MySQL and MariaDB ``user@host`` names the
+            host, too.
         worker: The role that workers connect as.
     """
     if dialect == "sqlite":
         return []
-    quote = _dialect(dialect).identifier_preparer.quote
     return [
-        f"GRANT {', '.join(privileges)} ON {table} TO {quote(role)}"
+        f"GRANT {', '.join(privileges)} ON {table} TO {_account(dialect, role)}"
         for role, needs in ((beat, BEAT), (worker, WORKER))
         for table, privileges in needs.items()
     ]
+
+
+def _account(dialect: str, role: str) -> str:
+    quote = _dialect(dialect).identifier_preparer.quote
+    user, at, host = role.rpartition("@")
+    parts = [role] if dialect == "postgresql" or not at else [user, host]
+    # For drivers that fill in parameters it doubles them.
+    return "@".join(quote(each.strip("'`")).replace("%%", "%") for each in parts)
 
 
 def _dialect(name: str) -> sa.Dialect:

@@ -59,12 +59,18 @@ class SQLLeaseStore(Repair):
         # SQLite would make the file, for a mere look and for a typing error.
         absent = file is not None and not create and not file.exists()
         found = None if absent else self._retried(self._version)
-        lacking = self._retried(self._lacking) if found == SCHEMA_VERSION else []
+        lacking: Sequence[str] = ()
+        if absent:
+            lacking = tuple(metadata.tables)
+        elif found in (None, SCHEMA_VERSION):
+            lacking = self._retried(self._lacking)
         if create and (found is None or lacking):
             self._retried(self._create)
             found, lacking = self._retried(self._version), self._retried(self._lacking)
         if found != SCHEMA_VERSION:
-            raise SchemaMismatch(self._mismatch(found), found=found, expected=SCHEMA_VERSION)
+            raise SchemaMismatch(
+                self._mismatch(found, lacking), found=found, expected=SCHEMA_VERSION
+            )
         if lacking:
             raise SchemaMismatch(
                 f"{', '.join(lacking)} in {self.shown}: missing, or not as this package makes "
@@ -114,9 +120,20 @@ class SQLLeaseStore(Repair):
     def _refuse_read_only(self, connection: sa.Connection) -> None:
         reason = self.database.read_only(connection)
         if reason is not None:
-            raise NotWritable(f"{self.shown}: {reason}; point beat_lease_url at the primary")
+            on_a_server = file_of(self.engine.url) is None
+            mend = (
+                "point beat_lease_url at the primary"
+                if on_a_server
+                else "this user must be able to write to the file and to its directory"
+            )
+            raise NotWritable(f"{self.shown}: {reason}; {mend}")
 
-    def _mismatch(self, found: int | None) -> str:
+    def _mismatch(self, found: int | None, lacking: Sequence[str]) -> str:
+        if found is None and not lacking:
+            return (
+                f"the tables in {self.shown} do not tell their version; run 'celery lease init', "
+                f"which adds the row of {schema_table.name} that does"
+            )
         if found is None:
             return (
                 f"the tables are missing in {self.shown}; run 'celery lease init', or start a "

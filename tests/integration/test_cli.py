@@ -21,7 +21,7 @@ from celery_lease import Occurrence
 from celery_lease.cli import lease
 from celery_lease.stores.base import Raised
 from celery_lease.stores.leases import SQLLeaseStore
-from celery_lease.stores.schema import metadata
+from celery_lease.stores.schema import metadata, schema_table
 from celery_lease.testing import hold
 from tests.leases import NAME, expire, grant, opened
 from tests.services import TCPProxy, wait_until
@@ -287,6 +287,16 @@ def test_history_can_be_printed_where_output_is_latin_1(sqlite_url, tmp_path):
     assert done.stdout.endswith(" .. ...\n")
 
 
+def test_a_lease_that_there_is_none_of_has_no_history(sqlite_url):
+    """As `status` says: it is a typing error more often than not."""
+    with opened(sqlite_url):
+        unknown = run("history", "--url", sqlite_url, "--name", "unknown")
+        unused = run("history", "--url", sqlite_url, "--name", NAME)
+
+    assert (unknown.status, unknown.out) == (1, "there is no lease 'unknown'\n")
+    assert (unused.status, unused.out) == (0, f"{NAME}: no term yet\n")
+
+
 def test_history_tells_who_led_when_and_how_it_ended(database_url):
     """What is read after an incident."""
     with opened(database_url) as store:
@@ -362,6 +372,15 @@ def test_the_sql_connects_to_nothing():
     assert done.status == 0
     for table in metadata.tables:
         assert f"CREATE TABLE {table} (" in done.out
+
+
+@pytest.mark.parametrize("role", ["beat@10.0.%", "'beat'@'10.0.%'"])
+def test_grants_are_for_the_account_of_one_host(role):
+    """MySQL's accounts are, and all that is quoted as one is the name of a user."""
+    done = run("init", "--sql", "mariadb", "--grants", "--beat-role", role)
+
+    assert "ON celery_lease TO beat@`10.0.%`;" in done.out
+    assert "TO celery_worker;" in done.out
 
 
 def test_grants_need_a_dialect():
@@ -498,6 +517,19 @@ def test_missing_tables_are_one_line_that_names_the_command(database_url):
     assert "celery lease init" in done.err
 
 
+def test_tables_without_their_version_are_not_called_missing(sqlite_url):
+    """A migration that somebody wrote makes the tables, and has to insert that one row."""
+    with opened(sqlite_url) as store, store.engine.begin() as connection:
+        connection.execute(sa.delete(schema_table))
+
+    assert (
+        "do not tell their version; run 'celery lease init'"
+        in run("status", "--url", sqlite_url).err
+    )
+    assert run("init", "--url", sqlite_url).status == 0
+    assert run("status", "--url", sqlite_url).status == 0
+
+
 def test_help_works_where_the_settings_are_wrong():
     """It is where one looks when they are."""
     assert run("acquire", "--help", beat_lease_tt1=3).status == 0
@@ -632,23 +664,23 @@ def test_a_table_without_transactions_is_found(mariadb_url):
 
 
 @pytest.mark.postgresql
-def test_a_role_that_may_not_write_is_found(postgresql, postgresql_url):
-    """It could look and never lead."""
+def test_a_role_that_may_not_write_is_told_so(postgresql, postgresql_url):
+    """It could look and never lead; of the database that says nothing."""
     with opened(postgresql_url) as store, store.engine.begin() as connection:
         connection.exec_driver_sql("DROP ROLE IF EXISTS reader")
         connection.exec_driver_sql("CREATE ROLE reader LOGIN")
         connection.exec_driver_sql("GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader")
     url = sa.make_url(postgresql_url).set(username="reader")
     try:
-        status, found = check(url.render_as_string(hide_password=False))
+        done = run("check", "--url", url.render_as_string(hide_password=False))
     finally:
         with opened(postgresql_url) as store, store.engine.begin() as connection:
             connection.exec_driver_sql("DROP OWNED BY reader")
             connection.exec_driver_sql("DROP ROLE reader")
 
-    assert status == 1
-    assert list(found) == ["writable primary"]
-    assert "permission denied" in found["writable primary"]["detail"]
+    assert (done.status, done.out) == (3, "")
+    assert "permission denied" in done.err
+    assert "'celery lease init --sql postgresql --grants'" in done.err
 
 
 @pytest.mark.postgresql

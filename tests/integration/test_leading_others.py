@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 from celery import schedules
-from celery.beat import PersistentScheduler, Scheduler
+from celery.beat import PersistentScheduler, ScheduleEntry, Scheduler
 
 from celery_lease import recovery
 from celery_lease.errors import StoreUnavailable
@@ -95,6 +95,22 @@ def test_leased_is_not_for_a_class_that_has_a_lease():
     """It would be gated twice."""
     with pytest.raises(TypeError, match="LeasedScheduler is leased already"):
         leased(LeasedScheduler)
+
+
+def test_our_keys_are_refused_where_another_scheduler_makes_the_entries(cluster, caplog):
+    """It would raise an error in each turn, or forget them without a word."""
+    app = cluster.app({})
+    app.conf.beat_schedule = {"entry": {"task": "t", "schedule": 60.0, "misfire": "all"}}
+
+    class Entry(ScheduleEntry):
+        def __init__(self, *args, misfire=None, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(SystemExit):
+        leased(PersistentScheduler)(app=app)
+    assert "beat cannot start: beat_schedule['entry']['misfire'] is for" in caplog.text
+    own = type("Own", (Scheduler,), {"Entry": Entry})
+    leased(own)(app=app).close()
 
 
 def test_leased_takes_a_class_with_annotations_and_a_find_of_any_kind():

@@ -21,7 +21,7 @@ from celery_lease.stores.dialects import translated
 from celery_lease.stores.entries import EntryState, SQLEntries
 from celery_lease.stores.fences import FenceStore
 from celery_lease.stores.leases import SQLLeaseStore
-from celery_lease.stores.ledger import SQLLedger
+from celery_lease.stores.ledger import SQLLedger, pending
 from celery_lease.stores.retention import prune
 from celery_lease.stores.schema import metadata
 from tests.leases import NAME, expire, grant, opened, ticket
@@ -58,8 +58,13 @@ def roles(request) -> Iterator[Roles]:
                 else f"CREATE USER {name}"
             )
         with store.engine.begin() as connection:
-            for statement in ddl.grants(request.param, **names):
-                connection.exec_driver_sql(statement)
+            # MariaDB's accounts are those of a host.
+            accounts = {
+                each: name if request.param == "postgresql" else f"{name}@%"
+                for each, name in names.items()
+            }
+            for statement in ddl.grants(request.param, **accounts):
+                connection.exec_driver_sql(statement, None, {"no_parameters": True})
         yield Roles(
             owner,
             *(
@@ -212,6 +217,20 @@ def test_a_transaction_that_the_user_made_read_only_says_so_for_good(server_url)
             connection.invalidate()
     engine.dispose()
     fences.dispose()
+
+
+def test_a_worker_can_see_who_leads_and_who_led(roles):
+    """On a worker's host there is often no other role at hand."""
+    with opened(roles.owner) as store:
+        grant(store)
+    store = SQLLeaseStore(roles.worker)
+    try:
+        store.prepare(create=False, write=False)
+        assert [each.epoch for each in store.read_all()] == [1]
+        assert [each.epoch for each in store.history(NAME, 10)] == [1]
+        assert pending(store.engine, NAME) == (0, None)
+    finally:
+        store.dispose()
 
 
 FORBIDDEN = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -1170,6 +1171,24 @@ def test_a_worker_whose_settings_are_wrong_does_not_start(
     workshop.app.conf.update(before)
     (record,) = workshop.logged("worker-cannot-start")
     assert setting in record.getMessage()
+
+
+def test_a_worker_says_which_file_it_takes_for_the_lease_database(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the setting was forgotten it would be ready, and refuse every message."""
+    monkeypatch.chdir(tmp_path)
+
+    @workshop.task(name="write")
+    def write(self: FencedTask) -> None:
+        raise AssertionError("nobody sends it")
+
+    workshop.app.finalize()
+    workshop.app.conf.beat_lease_url = "sqlite:///lease.sqlite3"
+    with workshop.worker():
+        pass
+    (record,) = workshop.logged("lease-in-a-relative-file")
+    assert str(tmp_path / "lease.sqlite3") in record.getMessage()
 
 
 def _words(statements: list[str]) -> list[str]:

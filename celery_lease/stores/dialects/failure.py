@@ -59,7 +59,8 @@ def translated_own(engine: sa.Engine) -> Iterator[None]:
 
 
 def _failure(engine: sa.Engine, error: BaseException, *, broken: bool) -> StoreError:
-    kind = database_of(engine.dialect).classify(error)
+    database = database_of(engine.dialect)
+    kind = database.classify(error)
     text = _first_line(error)
     file = file_of(engine.url)
     if file is not None and "unable to open" in text:
@@ -70,6 +71,9 @@ def _failure(engine: sa.Engine, error: BaseException, *, broken: bool) -> StoreE
             found=None,
             expected=SCHEMA_VERSION,
         )
+    if kind is NotWritable and database.is_forbidden(error):
+        grants = f"celery lease init --sql {engine.dialect.name} --grants"
+        return NotWritable(f"{text}; grant what {grants!r} prints", forbidden=True)
     return (kind or (StoreUnavailable if broken else StoreError))(text)
 
 
