@@ -40,7 +40,7 @@ thermostat = sa.Table(
 def control(name: str, directory: Path) -> int:
     """Lead, and set the thermostat until the lease is lost; then stand by again."""
     url = f"sqlite:///{directory}/controllers.sqlite3"
-    engine = sa.create_engine(url)
+    engine = sa.create_engine(url, pool_pre_ping=True)
     election = LeaderElection(url, "thermostat", ttl=TTL, retry_interval=0.2)
     while True:
         with election.lead() as leadership:
