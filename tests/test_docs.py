@@ -381,9 +381,11 @@ def test_sql_on_a_page_runs(database_url: str) -> None:
     """It is copied in the middle of an incident."""
     store = SQLLeaseStore(database_url)
     store.prepare(create=True)
-    block = re.compile(r"^\.\. code-block:: sql\n\n((?:   .*\n|\n)+)", re.MULTILINE)
-    text = "\n".join(page(name) for name in ("howto/monitor", "reference/schema"))
-    statements = [each for match in block.finditer(text) for each in match[1].split(";")]
+    block = re.compile(r"^( *)\.\. code-block:: sql\n\n((?:\1   .*\n|\n)+)", re.MULTILINE)
+    # The last one drops the tables at its end.
+    names = ("howto/monitor", "reference/schema", "howto/switch-and-remove")
+    text = "\n".join(page(name) for name in names)
+    statements = [each for match in block.finditer(text) for each in match[2].split(";")]
     statements = [each for each in statements if each.strip()]
     assert len(statements) >= 4
     with store.engine.connect() as connection:
