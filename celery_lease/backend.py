@@ -15,7 +15,7 @@ from celery import states
 from celery.app import trace as celery_trace
 from celery.app.task import Context
 from celery.backends.rpc import RPCBackend
-from celery.exceptions import TimeLimitExceeded
+from celery.exceptions import Reject, TimeLimitExceeded
 
 from celery_lease.canvas import ends, without
 from celery_lease.errors import (
@@ -227,7 +227,7 @@ class GuardedBackend:
             if outcome == "failed" and ends(request, stamp.run):
                 refused = self._settle(request, stamp, outcome, ticket_of_step(stamp))
                 if refused is not None:
-                    request = without(request, stamp.run)
+                    request = self._alone(request, stamp)
             return store(request, errbacks=True)
 
     def _alone(self, request: Any, stamp: Stamp) -> Any:
@@ -266,10 +266,13 @@ class GuardedBackend:
             fences = fence_store(self._task.app)
             fences.settle(ticket, outcome)
         except (StaleEpoch, AlreadySettled) as error:
-            ours = isinstance(error, AlreadySettled) and error.current_epoch == stamp.epoch
-            if ours and not self._has_result(request, ticket.task_id):
-                # The process died between its commit and its result.
-                return None
+            if isinstance(error, AlreadySettled):
+                if isinstance(raised, Reject):
+                    return None  # Only a body that has settled gets to reject a message for good.
+                ours = error.current_epoch == stamp.epoch
+                if ours and not self._has_result(request, ticket.task_id):
+                    # The process died between its commit and its result.
+                    return None
             if isinstance(error, StaleEpoch):
                 mark_refused(fences, ticket)
             announce_refusal(self._task, request, stamp.epoch, error, stage_of(outcome))

@@ -96,6 +96,8 @@ def _publish(
     stamp: Stamp | None = None,
     **options: Any,
 ) -> None:
+    if request.ignore_result:  # Which Celery 5.5 leaves out of a retry.
+        options["ignore_result"] = True
     # Celery's own way to build a retry, without counting one.
     signature = Task.signature_from_request(
         task, request, retries=request.retries, headers=headers, **options

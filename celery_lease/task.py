@@ -49,7 +49,7 @@ from celery_lease.occurrence import Occurrence, Outcome
 from celery_lease.republish import carry_on, try_later
 from celery_lease.signals import Stage, announce_refusal, install, stage_of
 from celery_lease.stamp import Stamp, current_stamp, enclosing_stamp, running_request
-from celery_lease.stores.fences import Ticket, refusal
+from celery_lease.stores.fences import Standing, Ticket, refusal
 from celery_lease.wrapping import replace_once, stay_plain
 
 __all__ = ["FencedTask"]
@@ -283,9 +283,26 @@ class FencedTask(_Task):
             try_later(self, request, error)
         refused = refusal(ticket, standing)
         if refused is not None:
+            renewed = self._follow(request, stamp, ticket, standing)
+            if renewed is not None:
+                return self._admit(request, renewed)
             self._turn_away(request, stamp, ticket, refused, "start")
         took_in(request, ticket)
         return TaskFence(ticket, store, standing)
+
+    def _follow(
+        self, request: Any, stamp: Stamp, ticket: Ticket, standing: Standing
+    ) -> Stamp | None:
+        """Return the current stamp of an eager consequence of a run that is over.
+
+        It has no message that could be carried on, and nobody calls it again.
+        """
+        child, fence = ticket.task_id != ticket.run, standing.fence
+        if not (child and request.is_eager and is_run_over(stamp, standing)):
+            return None
+        if standing.outcome is not None or fence is None or fence.term is None:
+            return None
+        return stamp.renewed(fence.epoch, fence.term)
 
     def _ended(
         self, fence: TaskFence, request: Any, stamp: Stamp, error: Exception | None
@@ -364,12 +381,12 @@ class FencedTask(_Task):
         if isinstance(error, StaleEpoch) and not request.is_eager:
             if ticket.task_id == ticket.run:
                 mark_refused(fence_store(self.app), ticket)
-                announce_refusal(self, request, stamp.epoch, error, stage)
+                announce_refusal(self, request, ticket.epoch, error, stage)
             elif not self._carry_on(request, stamp, ticket):
-                announce_refusal(self, request, stamp.epoch, error, stage)
+                announce_refusal(self, request, ticket.epoch, error, stage)
                 self.backend.fail_alone(request, stamp, error)
         else:
-            announce_refusal(self, request, stamp.epoch, error, stage)
+            announce_refusal(self, request, ticket.epoch, error, stage)
         raise Ignore(str(error)) from error
 
     def _carry_on(self, request: Any, stamp: Stamp, ticket: Ticket) -> bool:

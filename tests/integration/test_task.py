@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from billiard.exceptions import WorkerLostError
+from celery import VERSION as celery_version  # noqa: N811 - Celery's name
 from celery import Task, _state
 from celery.app.task import Context
 from celery.contrib.abortable import AbortableTask
@@ -29,6 +30,7 @@ from celery_lease import backend as backends
 from celery_lease.execution import fence_store
 from celery_lease.testing import run
 from tests.integration.workshop import Workshop
+from tests.services.base import wait_until
 
 # --- before the body ----------------------------------------------------------------------
 
@@ -655,6 +657,36 @@ def test_rejecting_is_final_unless_the_message_goes_back(
         result = workshop.lease.dispatch(reject)
         workshop.wait(result.id, times=2 if requeue else 1)
     assert workshop.lease.outcome(result.id) == ("committed" if requeue else outcome)
+
+
+def test_rejecting_for_good_calls_errbacks_as_often_as_for_a_plain_task(
+    workshop: Workshop,
+) -> None:
+    """From Celery 5.7 on the worker's parent reports it, with a request of its own."""
+    called: list[str] = []
+
+    @workshop.plain(name="errback")
+    def errback(*arguments: Any) -> None:
+        called.append(str(errback.request.parent_id))
+
+    def body(*_: Any) -> None:
+        raise Reject("not this one", requeue=False)
+
+    rejecting = [
+        workshop.plain(name="plain", ignore_result=True)(body),
+        workshop.task(name="fenced", ignore_result=True)(body),
+    ]
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        for each in rejecting:
+            each.apply_async(link_error=errback.s())
+
+    with workshop.worker():
+        workshop.lease.dispatch(parent)
+        wait_until(lambda: len(workshop.ended) >= 3)
+        wait_until(lambda: len(called) == (2 if celery_version >= (5, 7) else 0))
+    assert workshop.refusals == []
 
 
 def test_an_unencodable_result_is_a_failure_of_a_committed_run(workshop: Workshop) -> None:

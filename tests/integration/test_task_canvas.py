@@ -234,7 +234,7 @@ def test_what_follows_a_plain_tasks_run_is_carried_on_too(workshop: Workshop) ->
 
     @workshop.plain(name="parent")
     def parent() -> None:
-        child.delay()
+        child.apply_async(ignore_result=True)
         workshop.lease.depose()
 
     occurrence = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
@@ -243,6 +243,30 @@ def test_what_follows_a_plain_tasks_run_is_carried_on_too(workshop: Workshop) ->
         parent.apply_async(**workshop.lease.options(occurrence.run_id))
         child_id = published(workshop, "child", times=2)
         assert workshop.wait(child_id, times=2) == "SUCCESS"
+    assert workshop.notes() == [("child", 2)]
+    assert workshop.result_state(child_id) == "PENDING"
+
+
+def test_what_a_plain_task_calls_eagerly_after_a_takeover_is_done_as_well(
+    workshop: Workshop,
+) -> None:
+    """It has no message that could be carried on, and nobody calls it again."""
+
+    @workshop.task(name="child")
+    def child(self: FencedTask) -> None:
+        workshop.write(self, "child")
+
+    @workshop.plain(name="parent")
+    def parent() -> str:
+        return child.apply().state
+
+    occurrence = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
+    workshop.lease.record(occurrence, fenced=False)
+    result = parent.apply_async(**workshop.lease.options(occurrence.run_id))
+    workshop.lease.depose()
+    with workshop.worker():
+        assert workshop.wait(result.id) == "SUCCESS"
+    assert result.get() == "SUCCESS"
     assert workshop.notes() == [("child", 2)]
 
 
@@ -384,6 +408,31 @@ def test_a_step_of_a_replacement_that_fails_ends_the_run_where_it_is_current(
     assert workshop.lease.outcome(result.id) == (None if stale else "failed")
     assert workshop.lease.run_state(result.id) == ("refused" if stale else "published")
     assert len(workshop.refusals) == stale
+
+
+def test_a_step_that_fails_stale_ends_a_run_that_nobody_sends_again(workshop: Workshop) -> None:
+    """It was settled when it was replaced by what ends in a plain task."""
+    workshop.app.conf.result_backend = "cache+memory://"
+
+    @workshop.plain(name="last")
+    def last() -> None:
+        raise AssertionError("a step failed")
+
+    @workshop.task(name="step")
+    def step(self: FencedTask) -> None:
+        workshop.write(self, "step")
+        workshop.lease.depose()
+        raise ValueError("after the final block")
+
+    @workshop.task(name="parent")
+    def parent(self: FencedTask) -> None:
+        raise self.replace(chain(step.si(), last.si()))
+
+    with workshop.worker():
+        result = workshop.lease.dispatch(parent)
+        assert workshop.wait(published(workshop, "step")) == "FAILURE"
+    assert workshop.lease.outcome(result.id) == "committed"
+    assert workshop.result_state(result.id) == "FAILURE"
 
 
 @pytest.mark.parametrize("fenced", [False, True])
