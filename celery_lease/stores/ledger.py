@@ -237,7 +237,10 @@ class SQLLedger:
         return len(ids)
 
     def running(self, lease: str, entries: Sequence[str]) -> dict[str, datetime]:
-        """Return since when entries have a fenced run that is not settled, by entry."""
+        """Return since when entries have a fenced run that is not settled, by entry.
+
+        Of several the newest counts: the message of an older one may be lost.
+        """
         since: dict[str, datetime] = {}
         for chunk in _chunks(entries):
             query = _OPEN.where(
@@ -249,7 +252,7 @@ class SQLLedger:
             with translated(self.engine), self.engine.connect() as connection:
                 for row in connection.execute(query):
                     known = since.get(row.entry)
-                    since[row.entry] = min(known, row.claimed_at) if known else row.claimed_at
+                    since[row.entry] = max(known, row.claimed_at) if known else row.claimed_at
         return since
 
     # --- inside -------------------------------------------------------------------------

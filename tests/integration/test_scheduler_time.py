@@ -389,6 +389,21 @@ def test_a_lost_message_does_not_silence_an_entry_for_ever(cluster):
     assert [due for _, due, _ in cluster.sent()] == [1, 3]
 
 
+def test_a_lost_message_does_not_let_later_runs_overlap(cluster):
+    """It does not count any more; the run that was sent after it does."""
+    entry = {"schedule": 60.0, "fenced": True, "overlap": False, "overlap_timeout": 90}
+    beat = cluster.beat({"entry": entry})
+    for minute in (1, 3):
+        now = START + timedelta(minutes=minute, seconds=1)
+        beat.at(minutes=minute, seconds=1).go()
+        sent = run_table.c.due_at == START + timedelta(minutes=minute)
+        cluster.write(sa.update(run_table).where(sent).values(claimed_at=now))
+
+    beat.at(minutes=4, seconds=1).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [1, 3]
+
+
 # --- what came and went -------------------------------------------------------------------------
 
 
