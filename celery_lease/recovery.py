@@ -10,8 +10,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
+from numbers import Real
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery_lease.clock import rising
 from celery_lease.dispatch import BATCH, REMOVED, Dispatcher, Ending, fields
@@ -33,6 +35,15 @@ LONGEST_FACTOR = 16
 SLOW, AWAY = 1.0, 10.0
 #: How many batches of unsettled runs one round looks through.
 PAGES = 10
+
+
+class _Fate(NamedTuple):
+    """What is to become of a run."""
+
+    #: How it ends; None where it is to be sent again.
+    ending: Ending | None
+    #: Whether its task is fenced, if it is sent again.
+    fenced: bool
 
 
 class Recovery:
@@ -93,10 +104,10 @@ class Recovery:
         left = sorted(left, key=lambda run: run.id in self._unread)[:BATCH]
         left += self._lost(term, BATCH - len(left))
         more = len(left) >= BATCH and any(each.id not in self._unread for each in left)
-        entries = self._entries_of(left)
+        fates = self._fates_of(left)
         unread = {each.id for each in found if each.id in self._unread}
-        self._unread = unread.union(each.id for each in left) - entries.keys()
-        self._take_up(term, left, entries)
+        self._unread = unread.union(each.id for each in left) - fates.keys()
+        self._take_up(term, left, fates)
         return more or closed >= BATCH
 
     def _lost(self, term: Term, limit: int) -> list[Run]:
@@ -127,7 +138,7 @@ class Recovery:
             some = names[at : at + BATCH]
             age = min(wishes[each] for each in some)
             late = self._late(term, allowed, age=age, limit=BATCH, entries=some)
-            self._take_up(term, late, self._entries_of(late))
+            self._take_up(term, late, self._fates_of(late))
 
     def _late(
         self,
@@ -159,37 +170,40 @@ class Recovery:
 
     def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
         """Return how many seconds a message had, its countdown left out."""
-        read, entry = self._read(name)
-        if not read:
+        read, countdown = self._read(name, _countdown)
+        if not read or published_at is None:
             return 0.0
-        countdown = (getattr(entry, "options", None) or {}).get("countdown") or 0
-        return (now - published_at).total_seconds() - countdown if published_at else 0.0
+        return (now - published_at).total_seconds() - float(countdown)
 
     def over(self, run: Run) -> Ending | None:
         """Return why a run that waits to be sent is not to be any more; None if it is."""
-        read, entry = self._read(run.entry)
-        return self._ending(run, entry) if read else None
+        read, ending = self._read(run.entry, partial(self._ending, run))
+        return ending if read else None
 
-    def _entries_of(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """Return the entries of runs as they are now, by the run's id, where they can be read."""
-        found = {run.id: self._read(run.entry) for run in runs}
-        return {run_id: entry for run_id, (read, entry) in found.items() if read}
+    def _fates_of(self, runs: Sequence[Run]) -> dict[str, _Fate]:
+        """Return what is to become of runs, by id, where their entries can be read."""
+        found = {run.id: self._read(run.entry, partial(self._fate, run)) for run in runs}
+        return {run_id: fate for run_id, (read, fate) in found.items() if read}
 
-    def _read(self, name: str) -> tuple[bool, Any]:
-        """Return whether an entry can be read, and the entry as it is now."""
+    def _fate(self, run: Run, entry: Any) -> _Fate:
+        ending = self._ending(run, entry)
+        return _Fate(ending, fenced=ending is None and self._is_fenced(entry))
+
+    def _read(self, name: str, what: Callable[[Any], Any]) -> tuple[bool, Any]:
+        """Return whether an entry can be read, and *what* says of it as it is now."""
         began = monotonic()
         if began < self._away_until:
             return False, None
         try:
-            entry = self._find(name)
-        except Exception as error:  # noqa: BLE001 - whatever a scheduler's own store raises
+            said = what(self._find(name))
+        except Exception as error:  # noqa: BLE001 - whatever the store, or the entry, raises
             self._tell_unread(name, error)
             if monotonic() - began > SLOW:
                 # It is not this entry: hundreds of time-outs would hold up the loop.
                 self._away_until = monotonic() + AWAY
             return False, None
         self._told.discard(name)
-        return True, entry
+        return True, said
 
     def _tell_unread(self, name: str, error: Exception) -> None:
         """Name an entry that stops no other: loudly once, until it could be read."""
@@ -202,26 +216,26 @@ class Recovery:
         )
         self._told.add(name)
 
-    def _take_up(self, term: Term, runs: Sequence[Run], entries: dict[str, Any]) -> None:
-        """Decide about runs that were left, claim again those worth it, and send them.
+    def _take_up(self, term: Term, runs: Sequence[Run], fates: dict[str, _Fate]) -> None:
+        """Do what was decided about runs that were left: end them, or claim and send them again.
 
         Args:
             term: Our term.
             runs: The runs.
-            entries: Their entries, by the run's id, those left out that cannot be read. What is
-                ours already waits for its entry then; of the others nothing is decided.
+            fates: What was decided, by the run's id; nothing where the entry cannot be read.
+                What is ours already waits for its entry then.
         """
         ours: list[Run] = []
         again: list[Run] = []
         for run in self._dispatcher.end_some(
             term,
             runs,
-            lambda run: self._ending(run, entries[run.id]) if run.id in entries else None,
+            lambda run: fates[run.id].ending if run.id in fates else None,
         ):
             if (run.state, run.epoch, run.term) == (RunState.CLAIMED, term.epoch, term.uuid):
                 ours.append(run)
-            elif run.id in entries:
-                again.append(replace(run, fenced=self._is_fenced(entries[run.id])))
+            elif run.id in fates:
+                again.append(replace(run, fenced=fates[run.id].fenced))
         got = self._ledger.reclaim(term, again)
         for run in again:
             if run.id in got:
@@ -265,3 +279,10 @@ class Recovery:
             run.attempt + 1,
             extra={"action": "run-again", **fields(term, run)},
         )
+
+
+def _countdown(entry: Any) -> float:
+    """Return the seconds that an entry's message waits before it may run."""
+    countdown = (getattr(entry, "options", None) or {}).get("countdown")
+    # Of anything else Celery makes no message, which is told when the run is sent again.
+    return float(countdown) if isinstance(countdown, Real) else 0.0

@@ -846,6 +846,41 @@ def test_runs_that_have_time_yet_do_not_hide_a_lost_one(cluster, monkeypatch):
     assert [entry for entry, _, epoch in cluster.sent() if epoch == 2] == ["lost"]
 
 
+class Nowhere(ScheduleEntry):
+    """An entry whose options ask somebody who does not answer."""
+
+    options = property(lambda self: 1 / 0, lambda self, value: None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "state"),
+    [
+        ({"options": {"countdown": timedelta(minutes=5)}}, "failed"),
+        ({"options": {"countdown": "soon"}}, "failed"),
+        ({"cls": Nowhere}, "published"),
+    ],
+)
+def test_an_entry_that_was_edited_to_nonsense_does_not_hold_up_recovery(cluster, wrong, state):
+    """Neither that of the others nor the turns after it: nothing would be sent any more."""
+    both = {name: {"schedule": 3600.0, "fenced": True} for name in ("bad", "good")}
+    first = cluster.beat(both, beat_lease_redispatch_after=60)
+    first.at(hours=1, seconds=1).go()
+    cluster.messages()
+    cluster.write(sa.text("UPDATE celery_lease_run SET published_at = '2020-01-01 00:00:00'"))
+    cluster.depose()
+
+    second = cluster.beat(both, beat_lease_redispatch_after=60)
+    entry = second.schedule["bad"]
+    entry.__class__ = wrong.get("cls", type(entry))
+    entry.options = wrong.get("options")
+    second.at(hours=1, seconds=2).go().at(hours=2, seconds=1).go()
+
+    sent = [(entry, due) for entry, due, _ in cluster.sent()]
+    assert [each for each in sent if each[0] == "good"] == [("good", 60), ("good", 120)]
+    states = {(entry, due): state for entry, due, state in cluster.runs("entry", "due", "state")}
+    assert states["bad", 60] == state
+
+
 def test_each_attempt_at_a_lost_run_gets_twice_the_time(cluster):
     """Messages that only wait in a long queue must not make it longer and longer."""
     hourly = {"schedule": 3600.0, "last_run_at": START - timedelta(hours=1)}
