@@ -133,16 +133,30 @@ def missed(schedule: Any, first: datetime, now: datetime, most: int) -> Missed:
 def _look_back(
     schedule: Any, walked: list[datetime], now: datetime, most: int
 ) -> tuple[datetime, ...]:
-    """Return the newest occurrences, found from ever further behind *now*."""
-    span = (walked[-1] - walked[0]) / len(walked) * (most + 1)
+    """Return the newest occurrences, found from ever further behind *now*, or their end."""
+    gap = (walked[-1] - walked[0]) / len(walked)
+    span, end = gap * (most + 1), _end(schedule, walked[-1], now, gap)
     newest: deque[datetime] = deque(maxlen=most)
     while len(newest) < most:
-        start = max(_in_phase(schedule, walked[-1], now - span), walked[0])
-        newest = deque(_until(schedule, due_at(schedule, start), now), maxlen=most)
+        start = max(_in_phase(schedule, walked[-1], end - span), walked[0])
+        newest = deque(_until(schedule, _following(schedule, start), now), maxlen=most)
         if start == walked[0]:
             break
         span *= 2
     return tuple(newest)
+
+
+def _end(schedule: Any, known: datetime, now: datetime, near: timedelta) -> datetime:
+    """Return about when a schedule that has ended by *now* did; else *now*."""
+    if _following(schedule, now) is not None:
+        return now
+    while now - known > near:
+        middle = known + (now - known) / 2
+        if _following(schedule, middle) is None:
+            now = middle
+        else:
+            known = middle
+    return now
 
 
 def _in_phase(schedule: Any, known: datetime, start: datetime) -> datetime:
@@ -159,12 +173,11 @@ def _in_phase(schedule: Any, known: datetime, start: datetime) -> datetime:
     return known + (start - known) // every * every
 
 
-def _until(schedule: Any, due: datetime, now: datetime) -> Iterator[datetime]:
+def _until(schedule: Any, due: datetime | None, now: datetime) -> Iterator[datetime]:
     """Yield *due* and the occurrences that follow it, up to *now*."""
-    following: datetime | None = due
-    while following is not None and following <= now:
-        yield following
-        following = _following(schedule, following)
+    while due is not None and due <= now:
+        yield due
+        due = _following(schedule, due)
 
 
 def _following(schedule: Any, due: datetime) -> datetime | None:

@@ -216,6 +216,34 @@ def test_a_schedule_that_ends_fires_its_last_occurrence(kind):
         due_at(schedule, last)
 
 
+class Series(schedules.BaseSchedule):
+    """Fires each minute until an instant, and then says None."""
+
+    def __init__(self, until, **kwargs):
+        super().__init__(**kwargs)
+        self.until = until
+        self.asked = []
+
+    def remaining_estimate(self, last_run_at):
+        self.asked.append(last_run_at)
+        due = START + ((last_run_at - START) // timedelta(minutes=1) + 1) * timedelta(minutes=1)
+        return due - self.now() if due <= self.until else None
+
+
+@pytest.mark.parametrize("most", [1, 2, 100])
+@pytest.mark.parametrize("lasted", [timedelta(hours=9), timedelta(days=300)])
+@pytest.mark.parametrize("ago", [timedelta(seconds=30), timedelta(hours=2), timedelta(days=900)])
+def test_the_last_of_a_schedule_that_ended_while_nobody_looked_are_found(ago, lasted, most):
+    """However long it was, and however long ago: they would neither be fired nor recorded."""
+    last = START + lasted
+    series = Series(last, app=app_in("UTC"))
+
+    found = missed(series, START, last + ago, most)
+
+    assert found.newest == tuple(last - timedelta(minutes=n) for n in reversed(range(most)))
+    assert len(series.asked) < 1500, "and not by asking for each of them"
+
+
 class Spent:
     """Is never due again, and asks the system for the time."""
 
