@@ -191,7 +191,7 @@ def _after(schedule: Any, last: datetime) -> datetime:
     every = interval(schedule)
     if every is not None:
         return last + every
-    local = last.astimezone(zone_of(schedule))
+    local = last.astimezone(_zone_of_sums(schedule))
     clone = frozen(schedule, local)
     if clone is not schedule:
         if hasattr(clone, "remaining_estimate"):
@@ -204,6 +204,14 @@ def _after(schedule: Any, last: datetime) -> datetime:
             return last + timedelta(seconds=_some(seconds, schedule, last))
     # At the very instant at which it ran? Then it goes by another clock than Celery's.
     return _asked(schedule, local)
+
+
+def _zone_of_sums(schedule: Any) -> tzinfo:
+    """Return the zone in which Celery is to work out a schedule's next occurrence."""
+    if isinstance(schedule, schedules.solar):
+        # The sun knows no zone. In one, Celery before 5.7 goes back in the repeated hour.
+        return timezone.utc
+    return zone_of(schedule)
 
 
 def _asked(schedule: Any, last: datetime) -> datetime:

@@ -127,6 +127,17 @@ def test_a_crontab_is_silent_in_the_repeated_hour():
     assert local == ["01:30 +0200", "02:30 +0200", "03:30 +0100"]
 
 
+def test_the_sun_rises_in_the_repeated_hour_as_well():
+    """London's sunrise is then one in New York; Celery before 5.7 goes back from there."""
+    schedule = schedules.solar("sunrise", 51.5, -0.12, app=app_in("America/New_York"))
+    start = datetime(2025, 10, 30, 12, tzinfo=UTC)
+
+    found = follow(schedule, start, start + timedelta(days=7))
+
+    assert [each.day for each in found] == [31, 1, 2, 3, 4, 5, 6]
+    assert {(each.hour, each.minute // 10) for each in found} <= {(6, 4), (6, 5), (7, 0)}
+
+
 def test_an_entry_that_began_in_the_repeated_hour_goes_forward():
     """From there Celery's crontab answers with an instant that has passed."""
     schedule = schedules.crontab(minute="*/10", app=app_in("Europe/Berlin"))
