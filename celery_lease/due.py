@@ -31,6 +31,9 @@ WALK_ANYWHERE = 64
 _UNITS = tuple(timedelta(seconds=each) for each in (86400, 3600, 60, 1))
 #: Whether Celery reads a crontab in the zone of its `nowfun`, where it has one.
 _BY_ITS_CLOCK = VERSION < (5, 7)
+#: Whether Celery adds an interval to what the clocks on the walls show, and so waits for
+#: an hour too long in autumn.
+_BY_THE_WALL = VERSION < (5, 7)
 
 
 def interval(schedule: Any) -> timedelta | None:
@@ -191,7 +194,7 @@ def _after(schedule: Any, last: datetime) -> datetime:
     every = interval(schedule)
     if every is not None:
         return last + every
-    local = last.astimezone(_zone_of_sums(schedule))
+    local = last.astimezone(_zone_of_sums(schedule, last))
     clone = frozen(schedule, local)
     if clone is not schedule:
         if hasattr(clone, "remaining_estimate"):
@@ -206,12 +209,29 @@ def _after(schedule: Any, last: datetime) -> datetime:
     return _asked(schedule, local)
 
 
-def _zone_of_sums(schedule: Any) -> tzinfo:
+def _zone_of_sums(schedule: Any, last: datetime) -> tzinfo:
     """Return the zone in which Celery is to work out a schedule's next occurrence."""
     if isinstance(schedule, schedules.solar):
         # The sun knows no zone. In one, Celery before 5.7 goes back in the repeated hour.
         return timezone.utc
-    return zone_of(schedule)
+    zone = zone_of(schedule)
+    if _BY_THE_WALL and _is_celerys_interval(schedule):
+        # As the clocks there are when it is over: that is what it may be rounded to.
+        return timezone((last + schedule.run_every).astimezone(zone).utcoffset() or timedelta(0))
+    return zone
+
+
+def _is_celerys_interval(schedule: Any) -> bool:
+    """Return whether a schedule is a length of time, and leaves the sum to Celery.
+
+    A relative one of days is not: it goes by the calendar.
+    """
+    kind = type(schedule)
+    return (
+        issubclass(kind, schedules.schedule)
+        and kind.remaining_estimate is schedules.schedule.remaining_estimate
+        and not (schedule.relative and schedule.run_every >= _UNITS[0])
+    )
 
 
 def _asked(schedule: Any, last: datetime) -> datetime:

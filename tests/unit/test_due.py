@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from itertools import pairwise
 from zoneinfo import ZoneInfo
 
@@ -104,16 +105,36 @@ def test_occurrences_go_forward_and_are_distinct_around_a_clock_change(kind, cha
     assert kind == "monthly" or found
 
 
+class Renamed(schedules.schedule):
+    """A user's interval that is Celery's in all that matters."""
+
+
+INTERVALS = [schedules.schedule, partial(schedules.schedule, relative=True), Renamed]
+
+
 @pytest.mark.parametrize("zone", ZONES)
 @pytest.mark.parametrize("change", [(2026, 3, 28), (2026, 10, 24)])
-def test_an_interval_is_exact_around_a_clock_change(change, zone):
+@pytest.mark.parametrize("kind", INTERVALS)
+def test_an_interval_is_exact_around_a_clock_change(kind, change, zone):
     """Ten minutes are a length of time, whatever the clocks on the walls do."""
-    schedule = schedules.schedule(timedelta(minutes=10), app=app_in(zone))
+    schedule = kind(timedelta(minutes=10), app=app_in(zone))
     start = datetime(*change, tzinfo=UTC)
 
     found = follow(schedule, start, start + timedelta(days=2))
 
     assert found == [start + timedelta(minutes=10) * n for n in range(1, 289)]
+
+
+@pytest.mark.parametrize("zone", ZONES[:2])
+@pytest.mark.parametrize("change", [(2026, 3, 7), (2026, 3, 28), (2026, 10, 24), (2026, 10, 31)])
+def test_a_relative_hour_is_an_hour_where_the_clocks_change_by_one(change, zone):
+    """It begins with the hour on the wall, before and after."""
+    schedule = schedules.schedule(timedelta(hours=1), relative=True, app=app_in(zone))
+    start = datetime(*change, 1, 20, tzinfo=UTC)
+
+    found = follow(schedule, start, start + timedelta(days=2))
+
+    assert found == [start - timedelta(minutes=20) + timedelta(hours=n) for n in range(1, 49)]
 
 
 def test_a_crontab_is_silent_in_the_repeated_hour():
