@@ -116,7 +116,7 @@ class Run:
     due_at: datetime
     #: Whether its task is fenced: only then is it known how it ended.
     fenced: bool
-    #: How many times it was claimed.
+    #: Which attempt at it was claimed last.
     attempt: int = 1
     #: What was done about it last.
     state: RunState = RunState.CLAIMED
@@ -125,6 +125,16 @@ class Run:
     term: str | None = None
     #: When it was published last, by the database clock; None if it never was.
     published_at: datetime | None = None
+
+    @property
+    def next_attempt(self) -> int:
+        """Which attempt it is if it is claimed again now.
+
+        What was claimed and left may have been sent or not. That counts once: a broker that
+        is away while leaders come and go must not use up what attempts there are.
+        """
+        left = self.state is RunState.CLAIMED
+        return max(self.attempt, 2) if left else self.attempt + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

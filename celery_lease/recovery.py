@@ -240,7 +240,7 @@ class Recovery:
         for run in again:
             if run.id in got:
                 self._tell_again(term, run)
-                ours.append(replace(run, attempt=run.attempt + 1))
+                ours.append(replace(run, attempt=run.next_attempt, state=RunState.CLAIMED))
         if ours:
             self._dispatcher.send(term, ours)
 
@@ -251,8 +251,10 @@ class Recovery:
         wishes = wishes_of(entry)
         misfire = wishes.on_misfire(self._settings)
         if run.published_at is not None or run.state is RunState.REFUSED:
-            if run.attempt >= self._settings.max_attempts:
-                return RunState.FAILED, f"gave up after {run.attempt} attempts"
+            # What is claimed is an attempt that is still to be made, as far as is known.
+            made = run.attempt - (run.state is RunState.CLAIMED)
+            if made >= self._settings.max_attempts:
+                return RunState.FAILED, f"gave up after {made} attempts"
             # What was sent in time once is late by accident: only a grace that was asked
             # for ends it, not the one that tells a misfire.
             if wishes.grace is None and self._settings.grace is None:
@@ -264,7 +266,7 @@ class Recovery:
         return None
 
     def _tell_again(self, term: Term, run: Run) -> None:
-        many = run.attempt + 1 >= MANY_ATTEMPTS
+        many = run.next_attempt >= MANY_ATTEMPTS
         logger.log(
             logging.WARNING if many else logging.INFO,
             "lease %r: %s of %r, due %s, was %s under epoch %s and is sent again under epoch "
@@ -276,7 +278,7 @@ class Recovery:
             run.state.value,
             run.epoch,
             term.epoch,
-            run.attempt + 1,
+            run.next_attempt,
             extra={"action": "run-again", **fields(term, run)},
         )
 

@@ -175,7 +175,7 @@ class SQLLedger:
             .values(
                 epoch=term.epoch,
                 term=term.uuid,
-                attempt=run_table.c.attempt + 1,
+                attempt=bind("new_attempt"),
                 fenced=bind("is_fenced"),
                 state=RunState.CLAIMED,
                 open=True,
@@ -335,6 +335,7 @@ def _as_read(run: Run) -> dict[str, Any]:
         "old_epoch": run.epoch,
         "old_term": run.term,
         "old_attempt": run.attempt,
+        "new_attempt": run.next_attempt,
         "is_fenced": run.fenced,
     }
 

@@ -798,6 +798,47 @@ def test_a_run_that_was_refused_too_often_is_given_up(cluster, caplog):
     assert "attempt 3" in caplog.text
 
 
+def test_the_last_attempt_is_not_given_up_before_the_broker_has_taken_it(cluster):
+    """It is claimed, and the broker is away: what was not sent is no attempt."""
+    beat = cluster.beat(FENCED, beat_lease_max_attempts=2)
+    run = published(cluster, beat)
+    cluster.refuse(run)
+    beat.before_flush = no_broker
+    beat._renewals -= 1
+    beat.go()
+
+    beat.before_flush = lambda runs: None
+    beat.dispatcher._retry_at = 0.0
+    beat.go()
+
+    assert cluster.sent() == [("entry", 1, 1)]
+    assert cluster.runs("state", "attempt") == [("published", 2)]
+
+
+def test_leaders_that_come_and_go_while_the_broker_is_away_use_up_no_attempts(cluster):
+    """A rolling restart is enough for five of them, and none has sent anything."""
+    beat = cluster.beat(FENCED)
+    run = published(cluster, beat)
+    cluster.refuse(run)
+    for _ in range(6):
+        beat.close()
+        beat = cluster.beat(FENCED)
+        beat.before_flush = no_broker
+        beat.at(seconds=70).go()
+
+    beat.before_flush = lambda runs: None
+    for _ in range(4):
+        beat.dispatcher._retry_at = 0.0
+        beat._renewals -= 1
+        beat.go()
+        cluster.refuse(run)
+    beat._renewals -= 1
+    beat.go()
+
+    assert len(cluster.messages()) == 4, "and five with the first one"
+    assert cluster.runs("state", "reason") == [("failed", "gave up after 5 attempts")]
+
+
 def test_a_lost_run_of_an_older_epoch_is_sent_again_after_a_while(cluster):
     """A worker can die before it records its refusal, and that attempt cannot commit."""
     first, second = cluster.beat(FENCED), cluster.beat(FENCED)
