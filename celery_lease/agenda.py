@@ -39,6 +39,8 @@ class Agenda:
         #: Names that were told to have no further occurrence.
         self._ended: set[str] = set()
         self._seen: tuple[int, int] | None = None
+        #: Names that start from now, as their last run was still to come: to be stored.
+        self.restarted: set[str] = set()
 
     @property
     def next_due(self) -> datetime | None:
@@ -109,6 +111,7 @@ class Agenda:
                 _tell_ahead(name, last)
                 restore(entry, now)
                 last = now
+                self.restarted.add(name)
             return due_at(entry.schedule, last)
         except Ended as error:
             return self._over(name, now, error)

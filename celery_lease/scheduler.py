@@ -199,7 +199,21 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         removed = [name for name in self._stored if name not in entries]
         self._entries.reconcile(term, added=added, removed=removed)
         self._stored = set(entries)
+        self._rebuild(term, now)
+
+    def _rebuild(self, term: Term, now: datetime) -> None:
+        """Look at every entry, and store which ones start from now: the next leader would not."""
         self.agenda.rebuild(now)
+        entries, names = self.agenda.entries, self.agenda.restarted
+        self.agenda.restarted = set()
+        self._entries.store(
+            term,
+            [
+                self._state(name, aware(entries[name].last_run_at))
+                for name in names
+                if name in entries
+            ],
+        )
 
     # --- a turn -------------------------------------------------------------------------
 
@@ -211,7 +225,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         if now >= self._latest:
             self._latest = now
         elif now < self._latest - AHEAD:
-            self._went_back(now)
+            self._went_back(term, now)
         next_due = self.agenda.next_due
         if next_due is not None and next_due <= now:
             self._dispatch(term, self._plan(term, now), now)
@@ -221,7 +235,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             wait = min(wait, max(0.0, (next_due - now).total_seconds()))
         return min(wait, self.dispatcher.retry_in) if self.dispatcher.busy else wait
 
-    def _went_back(self, now: datetime) -> None:
+    def _went_back(self, term: Term, now: datetime) -> None:
         """Look at every entry again: after a step of the clock none is due when it should be."""
         logger.warning(
             "lease %r: the clock of this host went back by %.0f s; what is due is looked for "
@@ -231,7 +245,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
             extra={"action": "clock-back", "lease_name": self.settings.name},
         )
         self._latest = now
-        self.agenda.rebuild(now)
+        self._rebuild(term, now)
 
     def _plan(self, term: Term, now: datetime) -> Batch:
         """Decide about the entries that are due, oldest first.
@@ -296,15 +310,17 @@ class LeasedScheduler(LeaseMixin, Scheduler):
     def _moved(self, batch: Batch) -> Sequence[EntryState]:
         """Return the state of the batch's entries as it is once they have moved on."""
         return [
-            EntryState(
-                name=name,
-                first_seen_at=last,  # of a known entry it stays what it was
-                last_run_at=last,
-                total_run_count=self.agenda.entries[name].total_run_count
-                + batch.fired.get(name, 0),
-            )
+            self._state(name, last, fired=batch.fired.get(name, 0))
             for name, last in batch.moved.items()
         ]
+
+    def _state(self, name: str, last: datetime, *, fired: int = 0) -> EntryState:
+        return EntryState(
+            name=name,
+            first_seen_at=last,  # of a known entry it stays what it was
+            last_run_at=last,
+            total_run_count=self.agenda.entries[name].total_run_count + fired,
+        )
 
     def lost_after(self) -> dict[str, float]:
         """Return the entries that ask for ``retry_lost_after``."""

@@ -82,6 +82,12 @@ class SQLEntries:
                     total_run_count=count,
                 )
 
+    def store(self, term: Term, states: Sequence[EntryState]) -> None:
+        """Store states of entries, as :func:`write_states` does."""
+        for at in range(0, len(states), ROWS):
+            with guarded(self.engine, term, self.idle) as connection:
+                write_states(connection, term, states[at : at + ROWS])
+
     def reconcile(
         self, term: Term, *, added: Sequence[EntryState], removed: Sequence[str]
     ) -> None:
@@ -90,9 +96,7 @@ class SQLEntries:
         An entry that comes back later is new: it starts from then, not from its old
         last run.
         """
-        for at in range(0, len(added), ROWS):
-            with guarded(self.engine, term, self.idle) as connection:
-                write_states(connection, term, added[at : at + ROWS])
+        self.store(term, added)
         for at in range(0, len(removed), NAMES):
             with guarded(self.engine, term, self.idle) as connection:
                 connection.execute(

@@ -645,6 +645,23 @@ def test_a_last_run_to_come_does_not_silence_an_entry(cluster, caplog):
     assert "did a clock go back?" in caplog.text
 
 
+@pytest.mark.parametrize("noticed", ["by the next leader", "by the same leader"])
+def test_a_last_run_to_come_does_not_silence_an_entry_that_outlasts_its_leaders(cluster, noticed):
+    """Each of them would start from its own now, and a deployment a day is enough for never."""
+    daily = {"entry": {"schedule": timedelta(days=1)}}
+    beat = cluster.beat(daily).go()
+    beat.at(days=60, seconds=1).go()
+    if noticed == "by the same leader":
+        beat.at(hours=1).go()
+    cluster.messages()
+
+    for hours in range(1, 42, 20):
+        beat.close()
+        beat = cluster.beat(daily).at(hours=hours).go()
+
+    assert [due for _, due, _ in cluster.sent()] == [25 * 60]
+
+
 def test_a_clock_that_is_stepped_back_does_not_silence_a_leader(cluster, caplog):
     """The entries would wait for it to be as late again."""
     both = {"every": {"schedule": 60.0}, "cron": {"schedule": schedules.crontab(minute="*/5")}}
