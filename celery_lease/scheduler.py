@@ -104,6 +104,8 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         self._latest = self._set_up_at
         #: Entries with a row in the database.
         self._stored: set[str] = set()
+        #: Entries that had one at some time.
+        self._known: set[str] = set()
         self._warned: str | None = None
         self.agenda = Agenda(ScheduleDict(self.data), pause=self.longest)
         self.data = self.agenda.entries
@@ -169,6 +171,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         with _gc_paused():
             for state in self._entries.load(term.name):
                 self._stored.add(state.name)
+                self._known.add(state.name)
                 entry = self.find(state.name)
                 if entry is not None:
                     restore(entry, state.last_run_at or state.first_seen_at)
@@ -184,8 +187,9 @@ class LeasedScheduler(LeaseMixin, Scheduler):
                 try:
                     last = aware(entry.last_run_at)
                     # What came into being with this process starts when a leader first sees
-                    # it; an earlier instant was given on purpose.
-                    restore(entry, last if last < self._set_up_at else now)
+                    # it, and what comes back, now; an earlier instant was given on purpose.
+                    given = last < self._set_up_at and name not in self._known
+                    restore(entry, last if given else now)
                 except Exception:  # noqa: BLE001, S112 - the agenda says so, and sets it aside
                     continue
                 added.append(
@@ -199,6 +203,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         removed = [name for name in self._stored if name not in entries]
         self._entries.reconcile(term, added=added, removed=removed)
         self._stored = set(entries)
+        self._known |= self._stored
         self._rebuild(term, now)
 
     def _rebuild(self, term: Term, now: datetime) -> None:

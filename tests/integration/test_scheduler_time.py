@@ -460,6 +460,24 @@ def test_an_entry_that_comes_back_starts_from_now(cluster):
     assert [due for _, due, _ in cluster.sent()] == [21]
 
 
+def test_an_entry_that_another_leader_removed_starts_from_now(cluster):
+    """A deployment without it led for a while, and was rolled back."""
+    both = {"entry": {"schedule": 60.0}, "other": {"schedule": 3600.0}}
+    cluster.beat(both).at(minutes=1).go().close()
+    cluster.messages()
+    later = type("Later", (forgetful(),), {"clock": START + timedelta(seconds=90)})
+    first = cluster.beat(both, cls=later).go()
+    cluster.depose()
+    cluster.beat({"other": both["other"]}).at(minutes=2).go().close()
+
+    first.at(minutes=20, seconds=30).tick()
+    assert not first.elector.leading, "it notices that it was deposed"
+    first.go().at(minutes=21, seconds=31).go()
+
+    assert [(due, epoch) for _, due, epoch in cluster.sent()] == [(21.5, 4)]
+    assert cluster.runs("due") == [(1,), (21.5,)], "and none was missed"
+
+
 def test_an_entry_added_while_leading_runs(cluster):
     """The schedule is a dict that anybody may write to."""
     beat = cluster.beat({"first": {"schedule": 3600.0}}).at(minutes=1).go()
