@@ -143,7 +143,7 @@ class LeasedEntry(ScheduleEntry):
         if name is not None:
             _check_name(name)
             _check_task(name, task, kwargs.get("options"))
-            _check_schedule(name, schedule)
+            _check_schedule(name, schedule, relative=kwargs.get("relative", False))
         try:
             super().__init__(name, task, last_run_at, total_run_count, schedule, *args, **kwargs)
         except TypeError:
@@ -242,7 +242,7 @@ def _check_task(name: str, task: Any, options: Any) -> None:
         )
 
 
-def _check_schedule(name: str, schedule: Any) -> None:
+def _check_schedule(name: str, schedule: Any, *, relative: bool) -> None:
     """Refuse what is no schedule, some of which Celery takes until it is due.
 
     Raises:
@@ -251,7 +251,7 @@ def _check_schedule(name: str, schedule: Any) -> None:
     # Celery makes an interval of a number.
     interval: Any = schedule
     if type(schedule) is celery_interval:
-        interval = getattr(schedule, "run_every", None)
+        interval, relative = getattr(schedule, "run_every", None), schedule.relative
     if isinstance(interval, (int, float, timedelta)):
         seconds = interval.total_seconds() if isinstance(interval, timedelta) else interval
         if not 0 < seconds < LONGEST_INTERVAL:
@@ -259,6 +259,13 @@ def _check_schedule(name: str, schedule: Any) -> None:
             raise ConfigurationError(
                 f"{setting} = {schedule!r} is no interval that comes round; give seconds or a "
                 f"timedelta above 0 and below a thousand years",
+                setting=setting,
+            )
+        if relative and seconds < 1:
+            setting = f"beat_schedule[{name!r}]['schedule']"
+            raise ConfigurationError(
+                f"{setting} = {schedule!r} is relative, and so rounded to whole seconds, of which "
+                f"it has none; give 1 second or more, or leave out relative",
                 setting=setting,
             )
         return

@@ -102,6 +102,24 @@ def test_a_schedule_that_is_none_names_the_entry(app, wrong):
     assert f"beat_schedule['nightly']['schedule'] = {wrong!r} is not a schedule" in str(told.value)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"schedule": 0.5, "relative": True},
+        {"schedule": timedelta(milliseconds=500), "relative": True},
+        {"schedule": schedule(0.5, relative=True)},
+    ],
+)
+def test_a_relative_interval_below_a_second_is_refused(app, wrong):
+    """Celery rounds it down to the second in which it began, so it would never be due."""
+    with pytest.raises(ConfigurationError, match="give 1 second or more") as told:
+        LeasedEntry(name="nightly", task="t", app=app, **wrong)
+
+    assert f"beat_schedule['nightly']['schedule'] = {wrong['schedule']!r}" in str(told.value)
+    LeasedEntry(name="nightly", task="t", app=app, schedule=0.5)
+    LeasedEntry(name="nightly", task="t", app=app, schedule=1, relative=True)
+
+
 @pytest.mark.parametrize("right", [60, 0.5, timedelta(days=1), crontab(), Flag()])
 def test_whatever_celery_takes_for_a_schedule_is_taken(app, right):
     """It asks no more of one than whether it is due."""
