@@ -123,8 +123,9 @@ class Run:
     #: The epoch and the term that it was claimed under; None for a new one.
     epoch: int | None = None
     term: str | None = None
-    #: When it was published last, by the database clock; None if it never was.
-    published_at: datetime | None = None
+    #: For how many seconds it was published when it was read, by the database's clock alone;
+    #: None if it never was.
+    published_for: float | None = None
 
     @property
     def next_attempt(self) -> int:

@@ -91,7 +91,7 @@ class Planner:
         first: datetime,
         now: datetime,
         *,
-        since: datetime | None,
+        waits: float,
         room: int,
     ) -> float:
         """Decide about one entry, and put the decision into the batch.
@@ -101,7 +101,8 @@ class Planner:
             entry: The entry.
             first: Its first occurrence that is not accounted for; it is due.
             now: The instant of the decision.
-            since: When a run of its began that it must not overlap.
+            waits: For how many seconds it has had a run that it must not overlap; without one,
+                for ever.
             room: For how many runs the batch has room.
 
         Returns:
@@ -110,8 +111,7 @@ class Planner:
         """
         wishes = wishes_of(entry)
         misfire = self._plain if wishes is PLAIN else wishes.on_misfire(self._settings)
-        waits = 0.0 if since is None else (now - since).total_seconds()
-        unsettled = since is not None and waits < wishes.overlap_timeout
+        unsettled = waits < wishes.overlap_timeout
         if unsettled and misfire.policy is MisfirePolicy.ALL:
             return min(max(SHORTEST, PART * waits), LONGEST)
         decision = self._decide(entry, misfire, first, now, unsettled=unsettled)

@@ -153,27 +153,22 @@ class Recovery:
 
         Those that are still allowed some are passed over: they must not hide the others.
         """
-        now = self._now()
         late: list[Run] = []
         for page in range(PAGES):
             found = self._ledger.unsettled(
                 term, age=age, limit=BATCH, offset=page * BATCH, entries=entries
             )
-            late += [
-                each
-                for each in found
-                if self._given(each.entry, now, each.published_at) > allowed(each)
-            ]
+            late += [each for each in found if self._given(each) > allowed(each)]
             if len(found) < BATCH or len(late) >= limit:
                 break
         return late[:limit]
 
-    def _given(self, name: str, now: datetime, published_at: datetime | None) -> float:
+    def _given(self, run: Run) -> float:
         """Return how many seconds a message had, its countdown left out."""
-        read, countdown = self._read(name, _countdown)
-        if not read or published_at is None:
+        read, countdown = self._read(run.entry, _countdown)
+        if not read or run.published_for is None:
             return 0.0
-        return (now - published_at).total_seconds() - float(countdown)
+        return run.published_for - float(countdown)
 
     def over(self, run: Run) -> Ending | None:
         """Return why a run that waits to be sent is not to be any more; None if it is."""
@@ -250,7 +245,7 @@ class Recovery:
             return RunState.SKIPPED, REMOVED
         wishes = wishes_of(entry)
         misfire = wishes.on_misfire(self._settings)
-        if run.published_at is not None or run.state is RunState.REFUSED:
+        if run.published_for is not None or run.state is RunState.REFUSED:
             # What is claimed is an attempt that is still to be made, as far as is known.
             made = run.attempt - (run.state is RunState.CLAIMED)
             if made >= self._settings.max_attempts:

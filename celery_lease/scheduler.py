@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from importlib import import_module
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -262,12 +263,12 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         alone = [name for _, name in found if not wishes_of(entries[name]).overlap]
         running = self.dispatcher.ledger.running(term.name, alone)
         for done, (first, name) in enumerate(found):
-            room, since = BATCH - len(batch.runs), running.get(name)
+            room, waits = BATCH - len(batch.runs), running.get(name, inf)
             if room == 0 or (done and monotonic() > until):
                 self.agenda.give_back(found[done:])
                 break
             try:
-                again = self.planner.add(batch, entries[name], first, now, since=since, room=room)
+                again = self.planner.add(batch, entries[name], first, now, waits=waits, room=room)
                 if again:
                     self.agenda.again(name, now, again)
             except Exception as error:  # noqa: BLE001 - a user's schedule may raise anything

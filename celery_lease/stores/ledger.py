@@ -17,7 +17,14 @@ import sqlalchemy as sa
 
 from celery_lease.lease import Term
 from celery_lease.occurrence import Run, RunState, Skipped, run_id
-from celery_lease.stores.dialects import Database, database_of, from_now, translated, utcnow
+from celery_lease.stores.dialects import (
+    Database,
+    database_of,
+    from_now,
+    seconds_until,
+    translated,
+    utcnow,
+)
 from celery_lease.stores.entries import EntryState, write_states
 from celery_lease.stores.guarded import guarded
 from celery_lease.stores.schema import UTCDateTime, commit_table, run_table
@@ -236,24 +243,29 @@ class SQLLedger:
                 )
         return len(ids)
 
-    def running(self, lease: str, entries: Sequence[str]) -> dict[str, datetime]:
-        """Return since when entries have a fenced run that is not settled, by entry.
+    def running(self, lease: str, entries: Sequence[str]) -> dict[str, float]:
+        """Return for how many seconds entries have a fenced run that is not settled, by entry.
 
         Of several the newest counts: the message of an older one may be lost.
         """
-        since: dict[str, datetime] = {}
+        ages: dict[str, float] = {}
         for chunk in _chunks(entries):
-            query = _OPEN.where(
-                run_table.c.lease == lease,
-                run_table.c.open == sa.true(),
-                run_table.c.entry.in_(chunk),
-                commit_table.c.task_id.is_(None),
+            query = (
+                _OPEN.with_only_columns(
+                    run_table.c.entry, sa.func.max(seconds_until(run_table.c.claimed_at))
+                )
+                .where(
+                    run_table.c.lease == lease,
+                    run_table.c.open == sa.true(),
+                    run_table.c.entry.in_(chunk),
+                    commit_table.c.task_id.is_(None),
+                )
+                .group_by(run_table.c.entry)
             )
             with translated(self.engine), self.engine.connect() as connection:
-                for row in connection.execute(query):
-                    known = since.get(row.entry)
-                    since[row.entry] = max(known, row.claimed_at) if known else row.claimed_at
-        return since
+                for entry, seconds in connection.execute(query):
+                    ages[entry] = -seconds
+        return ages
 
     # --- inside -------------------------------------------------------------------------
 
@@ -317,7 +329,9 @@ def pending(engine: sa.Engine, lease: str) -> tuple[int, datetime | None]:
 
 #: Runs beside their commit, if there is one. (No child has a run's id, so this needs no origin,
 #: for which SQLite would read all commits.)
-_OPEN = sa.select(run_table).outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
+_OPEN = sa.select(
+    run_table, (-seconds_until(run_table.c.published_at)).label("published_for")
+).outerjoin(commit_table, commit_table.c.task_id == run_table.c.id)
 
 
 def _under(term: Term) -> list[sa.ColumnElement[bool]]:
@@ -388,5 +402,5 @@ def _run(row: Any) -> Run:
         state=RunState(row.state),
         epoch=row.epoch,
         term=row.term,
-        published_at=row.published_at,
+        published_for=row.published_for,
     )

@@ -353,14 +353,23 @@ def test_what_waits_for_the_one_before_is_bounded_like_any_catch_up(cluster):
     assert cluster.runs("due", "skipped", "reason")[1] == (2, 7, "more than 3 missed")
 
 
+def claimed_for(cluster, seconds):
+    """Have the newest run that was sent be claimed for so long by the database's clock."""
+    claimed = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+    sent = sa.select(sa.func.max(run_table.c.due_at)).where(run_table.c.state == "published")
+    newest = run_table.c.due_at == sent.scalar_subquery()
+    cluster.write(sa.update(run_table).where(newest).values(claimed_at=claimed))
+
+
 def test_what_waits_for_a_lost_message_waits_for_so_long(cluster):
     """``overlap_timeout`` ends it here too."""
     entry = {**EACH, "overlap_timeout": 90}
     beat = cluster.beat({"entry": entry}).at(seconds=61).go()
-    cluster.write(sa.update(run_table).values(claimed_at=START + timedelta(seconds=61)))
 
+    claimed_for(cluster, 80)
     beat.at(seconds=121).go().at(seconds=150).go()
     assert [due for _, due, _ in cluster.sent()] == [1]
+    claimed_for(cluster, 91)
     beat.at(seconds=160).go()
 
     assert [due for _, due, _ in cluster.sent()] == [2]
@@ -370,21 +379,23 @@ def test_what_waits_for_a_lost_message_waits_for_so_long(cluster):
 def test_what_waits_is_looked_at_ever_less_often(cluster, monkeypatch, waits, pause):
     """And nothing is worked out for it: thousands may wait for tasks that take an hour."""
     beat = cluster.beat({"entry": EACH}).at(seconds=61).go()
-    cluster.write(sa.update(run_table).values(claimed_at=START + timedelta(minutes=30)))
+    claimed_for(cluster, waits)
     monkeypatch.setattr(plan, "missed", lambda *args: 1 / 0)
 
-    beat.at(minutes=30, seconds=waits).go()
+    beat.at(minutes=30).go()
 
-    assert beat.agenda.next_due - beat.now() == timedelta(seconds=pause)
+    assert (beat.agenda.next_due - beat.now()).total_seconds() == pytest.approx(pause, rel=0.2)
 
 
 def test_a_lost_message_does_not_silence_an_entry_for_ever(cluster):
     """After ``overlap_timeout`` the run before does not count any more."""
     entry = {"schedule": 60.0, "fenced": True, "overlap": False, "overlap_timeout": 90}
     beat = cluster.beat({"entry": entry}).at(seconds=61).go()
-    cluster.write(sa.update(run_table).values(claimed_at=START + timedelta(seconds=61)))
 
-    beat.at(seconds=121).go().at(seconds=181).go()
+    claimed_for(cluster, 80)
+    beat.at(seconds=121).go()
+    claimed_for(cluster, 91)
+    beat.at(seconds=181).go()
 
     assert [due for _, due, _ in cluster.sent()] == [1, 3]
 
@@ -392,16 +403,38 @@ def test_a_lost_message_does_not_silence_an_entry_for_ever(cluster):
 def test_a_lost_message_does_not_let_later_runs_overlap(cluster):
     """It does not count any more; the run that was sent after it does."""
     entry = {"schedule": 60.0, "fenced": True, "overlap": False, "overlap_timeout": 90}
-    beat = cluster.beat({"entry": entry})
-    for minute in (1, 3):
-        now = START + timedelta(minutes=minute, seconds=1)
-        beat.at(minutes=minute, seconds=1).go()
-        sent = run_table.c.due_at == START + timedelta(minutes=minute)
-        cluster.write(sa.update(run_table).where(sent).values(claimed_at=now))
+    beat = cluster.beat({"entry": entry}).at(minutes=1).go()
+    claimed_for(cluster, 91)
+    beat.at(minutes=2).go()
 
-    beat.at(minutes=4, seconds=1).go()
+    beat.at(minutes=3).go()
 
-    assert [due for _, due, _ in cluster.sent()] == [1, 3]
+    assert [due for _, due, _ in cluster.sent()] == [1, 2]
+
+
+def test_a_clock_that_is_ahead_of_the_databases_does_not_let_runs_overlap(cluster):
+    """Since when the run before is not settled, the database says; so it says for how long."""
+    entry = {"schedule": 60.0, "fenced": True, "overlap": False}
+    beat = cluster.beat({"entry": entry}).at(hours=100, minutes=1).go()
+
+    beat.at(hours=100, minutes=2).go()
+
+    assert len(cluster.sent()) == 1
+
+
+def test_a_clock_that_is_ahead_of_the_databases_finds_no_run_lost(cluster):
+    """An hour would make each of them an hour older, and send it again at once."""
+    entry = {"schedule": 60.0, "fenced": True, "retry_lost_after": 1800}
+    beat = cluster.beat({"entry": entry}).at(seconds=61).go()
+    published = datetime.now(timezone.utc) - timedelta(seconds=1900)
+    beat.schedule["entry"].options = {"countdown": 600}
+    cluster.write(sa.update(run_table).values(published_at=published))
+    beat.turn = lambda term: 1.0
+
+    beat._renewals -= 1
+    beat.at(hours=100).go()
+
+    assert len(cluster.messages()) == 1
 
 
 # --- what came and went -------------------------------------------------------------------------
