@@ -86,9 +86,9 @@ class SQLLedger:
             known: set[str] = set()
             if rows and connection.execute(insert, rows).rowcount != len(rows):
                 known = {each.id for each in runs} - self._claimed(connection, term, runs, now)
-            if skipped:
-                lines = [_skip_row(term, name, each, now) for name, each in skipped]
-                connection.execute(insert, lines)
+            lines = [_skip_row(term, name, each, now) for name, each in skipped]
+            if lines and connection.execute(insert, lines).rowcount != len(lines):
+                self._skip_rest(connection, term, lines)
             write_states(connection, term, moved)
         return known
 
@@ -269,6 +269,29 @@ class SQLLedger:
 
     # --- inside -------------------------------------------------------------------------
 
+    def _skip_rest(
+        self, connection: sa.Connection, term: Term, lines: Sequence[dict[str, Any]]
+    ) -> None:
+        """Record series of which the ledger has the first already: the rest, under its last."""
+        ids, now = [each["id"] for each in lines], lines[0]["claimed_at"]
+        recorded = self._written(connection, term, ids, now, RunState.SKIPPED)
+        for line in lines:
+            if line["id"] in recorded:
+                continue
+            count, last = line["skipped"], line["skipped_until"]
+            if count is not None:
+                # A row is one occurrence, or a series of them.
+                known = sa.select(sa.func.sum(sa.func.coalesce(run_table.c.skipped, 1))).where(
+                    run_table.c.lease == term.name,
+                    run_table.c.entry == line["entry"],
+                    run_table.c.due_at.between(line["due_at"], last),
+                )
+                count -= int(connection.execute(known).scalar_one() or 0)
+            if count is None or count > 0:
+                rest = {"id": run_id(term.name, line["entry"], last), "due_at": last}
+                insert = self.database.insert_ignore(run_table)
+                connection.execute(insert, {**line, **rest, "skipped": count})
+
     def _open_runs(
         self, lease: str, *conditions: sa.ColumnElement[bool], limit: int, offset: int = 0
     ) -> list[Run]:
@@ -294,14 +317,26 @@ class SQLLedger:
         self, connection: sa.Connection, term: Term, runs: Sequence[Run], now: datetime
     ) -> set[str]:
         """Return which of *runs* this very transaction claimed."""
+        ids = [each.id for each in runs]
+        return self._written(connection, term, ids, now, RunState.CLAIMED)
+
+    def _written(
+        self,
+        connection: sa.Connection,
+        term: Term,
+        ids: Sequence[str],
+        now: datetime,
+        state: RunState,
+    ) -> set[str]:
+        """Return which of the rows with these ids this very transaction wrote."""
         found: set[str] = set()
-        for chunk in _chunks([each.id for each in runs]):
+        for chunk in _chunks(ids):
             found.update(
                 connection.execute(
                     sa.select(run_table.c.id).where(
                         run_table.c.id.in_(chunk),
                         run_table.c.claimed_at == now,
-                        run_table.c.state == RunState.CLAIMED,
+                        run_table.c.state == state,
                         *_under(term),
                     )
                 ).scalars()

@@ -151,6 +151,24 @@ def test_an_occurrence_is_claimed_once(store, ledger, term):
     assert rows(store, "entry", "attempt") == [("a", 1), ("b", 1)]
 
 
+def test_a_series_that_begins_with_what_is_known_leaves_a_trace(store, ledger, term):
+    """A clock went back, or an entry has its old last run: the rest is recorded under its last."""
+    ledger.claim(term, [*runs_of("a"), *runs_of("a", hour=1), *runs_of("all")])
+    last = NOON + timedelta(hours=5)
+    series = Skipped(first=NOON, last=last, count=6, reason="late")
+    known = Skipped(first=NOON, last=NOON, count=1, reason="late")
+
+    ledger.claim(term, [], skipped=[("a", series), ("all", known), ("b", series)])
+
+    assert rows(store, "entry", "due_at", "state", "skipped", "skipped_until") == [
+        ("a", NOON, "claimed", None, None),
+        ("a", NOON + timedelta(hours=1), "claimed", None, None),
+        ("a", last, "skipped", 4, last),
+        ("all", NOON, "claimed", None, None),
+        ("b", NOON, "skipped", 6, last),
+    ]
+
+
 def test_more_runs_than_fit_into_one_list_of_ids(store, ledger, term):
     """A batch is larger than what some databases take in one IN."""
     names = [f"e{each:04d}" for each in range(1201)]
