@@ -136,7 +136,7 @@ def missed(schedule: Any, first: datetime, now: datetime, most: int) -> Missed:
 def _look_back(
     schedule: Any, walked: list[datetime], now: datetime, most: int
 ) -> tuple[datetime, ...]:
-    """Return the newest occurrences, found from ever further behind *now*, or their end."""
+    """Return the newest occurrences, found from ever further behind the last of them."""
     gap = (walked[-1] - walked[0]) / len(walked)
     span, end = gap * (most + 1), _end(schedule, walked[-1], now, gap)
     newest: deque[datetime] = deque(maxlen=most)
@@ -150,16 +150,16 @@ def _look_back(
 
 
 def _end(schedule: Any, known: datetime, now: datetime, near: timedelta) -> datetime:
-    """Return about when a schedule that has ended by *now* did; else *now*."""
-    if _following(schedule, now) is not None:
-        return now
-    while now - known > near:
-        middle = known + (now - known) / 2
-        if _following(schedule, middle) is None:
-            now = middle
+    """Return about when the newest occurrence by *now* was: there may be none for long."""
+    end, middle = now, now - near
+    while end - known > near:
+        following = _following(schedule, middle)
+        if following is None or following > now:
+            end = middle
         else:
             known = middle
-    return now
+        middle = known + (end - known) / 2
+    return end
 
 
 def _in_phase(schedule: Any, known: datetime, start: datetime) -> datetime:

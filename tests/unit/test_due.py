@@ -276,6 +276,25 @@ def test_the_last_of_a_schedule_that_ended_while_nobody_looked_are_found(ago, la
     assert len(series.asked) < 1500, "and not by asking for each of them"
 
 
+def test_the_last_of_a_season_are_found_long_after_it():
+    """A look that walks through all of a January keeps the loop away for seconds."""
+    asked = []
+
+    class Counted(schedules.crontab):
+        def remaining_estimate(self, last_run_at):
+            asked.append(last_run_at)
+            return super().remaining_estimate(last_run_at)
+
+    season = Counted(month_of_year=1, app=app_in("UTC"))
+    first = datetime(2025, 1, 1, tzinfo=timezone.utc)
+
+    found = missed(season, first, first + timedelta(days=350), 2)
+
+    last = datetime(2025, 1, 31, 23, 59, tzinfo=timezone.utc)
+    assert found.newest == (last - timedelta(minutes=1), last)
+    assert len(asked) < 150
+
+
 class Spent:
     """Is never due again, and asks the system for the time."""
 
