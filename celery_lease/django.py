@@ -58,12 +58,8 @@ class _LeasedRow(ScheduleEntry):
         row = self.model
         if not self.leads():
             return
-        as_read = type(row).objects.filter(pk=row.pk, last_run_at=row.lease_last_run_at)
-        if as_read.update(
-            last_run_at=row.last_run_at,
-            total_run_count=row.total_run_count,
-            date_changed=timezone.now(),
-        ):
+        ran = {"last_run_at": row.last_run_at, "total_run_count": row.total_run_count}
+        if self._write(row, {"last_run_at": row.lease_last_run_at}, **ran):
             row.lease_last_run_at = row.last_run_at
 
     def _disable(self, model: Any) -> None:
@@ -74,11 +70,15 @@ class _LeasedRow(ScheduleEntry):
         """Disable a row of which this is still so; return whether it was."""
         if not self.leads():
             return False
-        values |= {"enabled": False, "last_run_at": None, "date_changed": timezone.now()}
-        rows = type(row).objects.filter(pk=row.pk, enabled=True, **as_read)
         row.enabled = False
         row.total_run_count = values.get("total_run_count", row.total_run_count)
-        return bool(rows.update(**values))
+        values |= {"enabled": False, "last_run_at": None}
+        return self._write(row, {"enabled": True, **as_read}, **values)
+
+    def _write(self, row: Any, as_read: dict[str, Any], **values: Any) -> bool:
+        """Change a row of which this is still so; return whether it was."""
+        rows = type(row).objects.filter(pk=row.pk, **as_read)
+        return bool(rows.update(date_changed=timezone.now(), **values))
 
 
 class DatabaseLeaseMixin(LeaseMixin):

@@ -138,7 +138,7 @@ def _look_back(
 ) -> tuple[datetime, ...]:
     """Return the newest occurrences, found from ever further behind the last of them."""
     gap = (walked[-1] - walked[0]) / len(walked)
-    span, end = gap * (most + 1), _end(schedule, walked[-1], now, gap)
+    span, end = gap * (most + 1), _about_newest(schedule, walked[-1], now, gap)
     newest: deque[datetime] = deque(maxlen=most)
     while len(newest) < most:
         start = max(_in_phase(schedule, walked[-1], end - span), walked[0])
@@ -149,7 +149,7 @@ def _look_back(
     return tuple(newest)
 
 
-def _end(schedule: Any, known: datetime, now: datetime, near: timedelta) -> datetime:
+def _about_newest(schedule: Any, known: datetime, now: datetime, near: timedelta) -> datetime:
     """Return about when the newest occurrence by *now* was: there may be none for long."""
     end, middle = now, now - near
     while end - known > near:

@@ -255,27 +255,32 @@ def _check_schedule(name: str, schedule: Any, *, relative: bool) -> None:
     if isinstance(interval, (int, float, timedelta)):
         seconds = interval.total_seconds() if isinstance(interval, timedelta) else interval
         if not 0 < seconds < LONGEST_INTERVAL:
-            setting = f"beat_schedule[{name!r}]['schedule']"
-            raise ConfigurationError(
-                f"{setting} = {schedule!r} is no interval that comes round; give seconds or a "
-                f"timedelta above 0 and below a thousand years",
-                setting=setting,
+            raise _no_schedule(
+                name,
+                schedule,
+                "is no interval that comes round; give seconds or a timedelta above 0 and below "
+                "a thousand years",
             )
         if relative and seconds < 1:
-            setting = f"beat_schedule[{name!r}]['schedule']"
-            raise ConfigurationError(
-                f"{setting} = {schedule!r} is relative, and so rounded to whole seconds, of which "
-                f"it has none; give 1 second or more, or leave out relative",
-                setting=setting,
+            raise _no_schedule(
+                name,
+                schedule,
+                "is relative, and so rounded to whole seconds, of which it has none; give 1 "
+                "second or more, or leave out relative",
             )
         return
     if isinstance(schedule, type) or not hasattr(schedule, "is_due"):
-        setting = f"beat_schedule[{name!r}]['schedule']"
-        raise ConfigurationError(
-            f"{setting} = {schedule!r} is not a schedule; give seconds, a timedelta, a crontab or "
-            f"another schedule of Celery's or your own",
-            setting=setting,
+        raise _no_schedule(
+            name,
+            schedule,
+            "is not a schedule; give seconds, a timedelta, a crontab or another schedule of "
+            "Celery's or your own",
         )
+
+
+def _no_schedule(name: str, schedule: Any, why: str) -> ConfigurationError:
+    setting = f"beat_schedule[{name!r}]['schedule']"
+    return ConfigurationError(f"{setting} = {schedule!r} {why}", setting=setting)
 
 
 def _check_clock(name: str | None, clock: Callable[[], datetime]) -> None:

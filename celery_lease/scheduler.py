@@ -212,7 +212,7 @@ class LeasedScheduler(LeaseMixin, Scheduler):
         self.agenda.rebuild(now)
         entries, names = self.agenda.entries, self.agenda.restarted
         self.agenda.restarted = set()
-        self._entries.store(
+        self._entries.write(
             term,
             [
                 self._state(name, aware(entries[name].last_run_at))

@@ -82,7 +82,7 @@ class SQLEntries:
                     total_run_count=count,
                 )
 
-    def store(self, term: Term, states: Sequence[EntryState]) -> None:
+    def write(self, term: Term, states: Sequence[EntryState]) -> None:
         """Store states of entries, as :func:`write_states` does."""
         for at in range(0, len(states), ROWS):
             with guarded(self.engine, term, self.idle) as connection:
@@ -96,7 +96,7 @@ class SQLEntries:
         An entry that comes back later is new: it starts from then, not from its old
         last run.
         """
-        self.store(term, added)
+        self.write(term, added)
         for at in range(0, len(removed), NAMES):
             with guarded(self.engine, term, self.idle) as connection:
                 connection.execute(

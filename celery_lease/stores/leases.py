@@ -59,18 +59,14 @@ class SQLLeaseStore(Repair):
         # SQLite would make the file, for a mere look and for a typing error.
         absent = file is not None and not create and not file.exists()
         found = None if absent else self._retried(self._version)
-        lacking: Sequence[str] = ()
-        if absent:
-            lacking = tuple(metadata.tables)
-        elif found in (None, SCHEMA_VERSION):
-            lacking = self._retried(self._lacking)
+        lacking = self._retried(self._lacking) if found == SCHEMA_VERSION else []
         if create and (found is None or lacking):
             self._retried(self._create)
             found, lacking = self._retried(self._version), self._retried(self._lacking)
         if found != SCHEMA_VERSION:
-            raise SchemaMismatch(
-                self._mismatch(found, lacking), found=found, expected=SCHEMA_VERSION
-            )
+            there = found is None and not absent and not self._retried(self._lacking)
+            text = self._mismatch(found, there=there)
+            raise SchemaMismatch(text, found=found, expected=SCHEMA_VERSION)
         if lacking:
             raise SchemaMismatch(
                 f"{', '.join(lacking)} in {self.shown}: missing, or not as this package makes "
@@ -128,8 +124,8 @@ class SQLLeaseStore(Repair):
             )
             raise NotWritable(f"{self.shown}: {reason}; {mend}")
 
-    def _mismatch(self, found: int | None, lacking: Sequence[str]) -> str:
-        if found is None and not lacking:
+    def _mismatch(self, found: int | None, *, there: bool) -> str:
+        if there:
             return (
                 f"the tables in {self.shown} do not tell their version; run 'celery lease init', "
                 f"which adds the row of {schema_table.name} that does"

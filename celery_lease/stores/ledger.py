@@ -275,6 +275,7 @@ class SQLLedger:
         """Record series of which the ledger has the first already: the rest, under its last."""
         ids, now = [each["id"] for each in lines], lines[0]["claimed_at"]
         recorded = self._written(connection, term, ids, now, RunState.SKIPPED)
+        insert = self.database.insert_ignore(run_table)
         for line in lines:
             if line["id"] in recorded:
                 continue
@@ -289,7 +290,6 @@ class SQLLedger:
                 count -= int(connection.execute(known).scalar_one() or 0)
             if count is None or count > 0:
                 rest = {"id": run_id(term.name, line["entry"], last), "due_at": last}
-                insert = self.database.insert_ignore(run_table)
                 connection.execute(insert, {**line, **rest, "skipped": count})
 
     def _open_runs(

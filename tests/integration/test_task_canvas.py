@@ -36,6 +36,13 @@ def published(workshop: Workshop, name: str, times: int = 1) -> str:
     return id_of(workshop, name)
 
 
+def plain_run(workshop: Workshop) -> dict[str, Any]:
+    """Record the run of a plain task; return the options of its message."""
+    occurrence = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
+    workshop.lease.record(occurrence, fenced=False)
+    return workshop.lease.options(occurrence.run_id)
+
+
 def test_everything_that_a_stamped_task_sends_inherits_its_stamp(  # noqa: C901 - many small tasks
     workshop: Workshop,
 ) -> None:
@@ -237,10 +244,9 @@ def test_what_follows_a_plain_tasks_run_is_carried_on_too(workshop: Workshop) ->
         child.apply_async(ignore_result=True)
         workshop.lease.depose()
 
-    occurrence = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
-    workshop.lease.record(occurrence, fenced=False)
+    options = plain_run(workshop)
     with workshop.worker():
-        parent.apply_async(**workshop.lease.options(occurrence.run_id))
+        parent.apply_async(**options)
         child_id = published(workshop, "child", times=2)
         assert workshop.wait(child_id, times=2) == "SUCCESS"
     assert workshop.notes() == [("child", 2)]
@@ -260,9 +266,7 @@ def test_what_a_plain_task_calls_eagerly_after_a_takeover_is_done_as_well(
     def parent() -> str:
         return child.apply().state
 
-    occurrence = Occurrence(lease="celery", entry="plain", due_at=datetime.now(timezone.utc))
-    workshop.lease.record(occurrence, fenced=False)
-    result = parent.apply_async(**workshop.lease.options(occurrence.run_id))
+    result = parent.apply_async(**plain_run(workshop))
     workshop.lease.depose()
     with workshop.worker():
         assert workshop.wait(result.id) == "SUCCESS"
