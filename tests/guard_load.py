@@ -22,19 +22,17 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import sqlalchemy as sa
 
 from celery_lease.errors import StoreContention
 from celery_lease.lease import Term
 from celery_lease.stores.base import Raised
-from celery_lease.stores.dialects import database_of, within
+from celery_lease.stores.dialects import Direct, database_of, direct
+from celery_lease.stores.dialects.direct import compiled
 from celery_lease.stores.leases import SQLLeaseStore
 from celery_lease.stores.schema import commit_table, fence_table
 from tests.leases import NAME, expire, grant, opened
@@ -90,28 +88,6 @@ class Figures:
 # --- the workers --------------------------------------------------------------------------
 
 
-@contextmanager
-def _guard_last(connection: sa.Connection, values: dict[str, Any]) -> Iterator[None]:
-    """Work, then pass the guard: the lock lasts one round trip at most."""
-    yield
-    database, way = database_of(connection.dialect), within(connection)
-    if database.brings_commit(way):
-        passed = database.settle_and_commit(way, **values)
-    else:
-        passed = database.settle(way, idle=5.0, **values)
-    if not passed:
-        raise Stale
-
-
-@contextmanager
-def _lock_first(connection: sa.Connection, values: dict[str, Any]) -> Iterator[None]:
-    """Lock the fence, then work: the lock lasts as long as the work."""
-    fence = sa.select(fence_table.c.epoch).where(fence_table.c.name == NAME)
-    connection.execute(fence.with_for_update(read=True))
-    with _guard_last(connection, values):
-        yield
-
-
 class Shared:
     """What the leader tells its workers, in memory that they share."""
 
@@ -134,67 +110,45 @@ class Shared:
 
 class Script:
     """
-    A guarded transaction as the package sends it, recorded once and then repeated.
+    A guarded transaction as the package sends it, compiled once and then repeated.
 
     Building statements costs a worker more time than the database needs for them. Where all
     share two cores, that would be the load, and not the guarded writes.
+
+    `first`: for the twin that locks the fence first, and works under the lock.
     """
 
-    #: Stand for what changes from one transaction to the next.
-    _TASK, _EPOCH, _TERM = "task-placeholder", 987_654_321, "term-placeholder"
+    def __init__(self, engine: sa.Engine, *, first: bool) -> None:
+        lock = sa.select(fence_table.c.epoch).where(fence_table.c.name == NAME)
+        work = sa.insert(target_table).inline().values(epoch=0)
+        self._first = first
+        self._lock = compiled(lock.with_for_update(read=True), engine.dialect, ())
+        self._work = compiled(work, engine.dialect, ())
+        self._database = database_of(engine.dialect)
 
-    def __init__(self, engine: sa.Engine, guard: Any) -> None:
-        self._steps: list[tuple[str, Any]] = []
-        values = _values(self._TASK, self._EPOCH, self._TERM)
-        sa.event.listen(engine, "before_cursor_execute", self._record)
-        try:
-            with engine.begin() as connection, guard(connection, values):
-                connection.execute(sa.insert(target_table).values(epoch=self._EPOCH))
-        except Stale:
-            pass
-        else:
-            raise AssertionError("a term that never was is current")
-        finally:
-            sa.event.remove(engine, "before_cursor_execute", self._record)
-
-    def _record(
-        self, _c: Any, _cursor: Any, statement: str, parameters: Any, _x: Any, _many: bool
-    ) -> None:
-        self._steps.append((statement, parameters))
-
-    def run(self, dbapi: Any, epoch: int, term: str) -> None:
+    def run(self, way: Direct, epoch: int, term: str) -> None:
         """
         Commit one transaction.
 
         Raises Stale if the guard says no.
         """
-        actual = {self._TASK: str(uuid.uuid4()), self._EPOCH: epoch, self._TERM: term}
+        dbapi = way.dbapi_connection
         cursor = dbapi.cursor()
-        try:
-            for statement, parameters in self._steps:
-                self._execute(cursor, statement, parameters, actual)
-        except psycopg.DataError:  # A guard that brings the COMMIT fails where it is stale.
-            dbapi.rollback()
-            raise Stale from None
-        passed = cursor.rowcount  # of the last statement, which is the guard
+        if self._first:
+            cursor.execute(self._lock.sql, self._lock.parameters({"name_1": NAME}))
+        cursor.execute(self._work.sql, self._work.parameters({"epoch": epoch}))
         cursor.close()
-        if passed == 1:
+        if self._passes(way, _values(str(uuid.uuid4()), epoch, term)):
             dbapi.commit()  # Nothing is left of it where the guard brought it.
         else:
             dbapi.rollback()
             raise Stale
 
-    @staticmethod
-    def _execute(cursor: Any, statement: str, parameters: Any, actual: dict[Any, Any]) -> None:
-        if not parameters:
-            for placeholder, value in actual.items():
-                statement = statement.replace(str(placeholder), str(value))
-            cursor.execute(statement)
-        elif isinstance(parameters, dict):
-            given = {key: actual.get(each, each) for key, each in parameters.items()}
-            cursor.execute(statement, given)
-        else:
-            cursor.execute(statement, tuple(actual.get(each, each) for each in parameters))
+    def _passes(self, way: Direct, values: dict[str, Any]) -> bool:
+        """Run the guard: the lock that it takes lasts one round trip at most."""
+        if self._database.brings_commit(way):
+            return self._database.settle_and_commit(way, **values)
+        return self._database.settle(way, idle=5.0, **values)
 
 
 def _values(task: str, epoch: int, term: str) -> dict[str, Any]:
@@ -212,18 +166,17 @@ def _values(task: str, epoch: int, term: str) -> dict[str, Any]:
 def _work(url: str, first: bool, shared: Shared, committed: Any) -> None:
     os.nice(19)
     engine = sa.create_engine(url, pool_size=1)
-    script = Script(engine, _lock_first if first else _guard_last)
-    dbapi = engine.raw_connection()
+    script = Script(engine, first=first)
     count = 0
     leader = multiprocessing.parent_process()
-    shared.start.wait(300)
-    while shared.running.value and leader.is_alive():
-        try:
-            script.run(dbapi, *shared.term)
-        except Stale:
-            continue  # Ask for the current term.
-        count += 1
-    dbapi.close()
+    with direct(engine) as way:
+        shared.start.wait(300)
+        while shared.running.value and leader.is_alive():
+            try:
+                script.run(way, *shared.term)
+            except Stale:
+                continue  # Ask for the current term.
+            count += 1
     engine.dispose()
     committed.put(count)
 

@@ -59,6 +59,9 @@ class _Connection(Direct):
     def _cursor(self) -> Any:
         return self._connection.cursor()
 
+    def _translated(self) -> Any:
+        return self._connection.wrap_database_errors
+
 
 @contextmanager
 def guarded(

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
 from celery_lease.stores.base import Raised
+from celery_lease.stores.dialects import pipeline
 from tests.integration.test_guard_sqlalchemy import Desk, Note, write
 from tests.leases import grant
 from tests.services import TCPProxy, Verdict, hold, lose_answer
@@ -426,17 +427,25 @@ def test_a_worker_frozen_before_its_last_message_holds_no_takeover_up(
 def test_the_guard_gets_through_whatever_psycopg_prepares(
     postgresql_url: str, desks: Callable[..., Desk], threshold: int | None, kind: str
 ) -> None:
-    """Two statements cannot be prepared as one."""
+    """It keeps to what it is told, and takes note where psycopg has dropped all of it."""
     desk = desks(postgresql_url, connect_args={"prepare_threshold": threshold})
     target = desk.engine if kind == "Engine" else sessionmaker(desk.engine)
-    for number, final in enumerate([False, True, False, True]):
+    prepared: list[int] = []
+    for number, final in enumerate([False, True, True, True] * 2):
         with desk.fence().transaction(target, final=final) as work:
             write(work, number)
+            query = sa.text("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE :l")
+            prepared.append(work.execute(query, {"l": "INSERT INTO celery_lease%"}).scalar())
+        if number == 3:
+            with desk.engine.connect() as connection:
+                connection.execute(sa.select(Note.id))
+                connection.rollback()  # psycopg has the server forget its statements here.
+    assert prepared == {None: [0] * 8, 0: [0, 0, 1, 1] * 2, 1: [0, 0, 0, 1] * 2}[threshold]
     stale = desk.fence()
     desk.lease.depose()
     with pytest.raises(StaleEpoch), stale.transaction(target) as work:
         write(work, 9)
-    assert desk.notes() == [0, 1, 2, 3]
+    assert desk.notes() == list(range(8))
 
 
 @pytest.mark.parametrize("final", [False, True])
@@ -585,31 +594,66 @@ def test_a_transaction_that_the_user_has_broken_is_not_taken_for_a_moving_fence(
     assert desk.notes() == [2]
 
 
-@pytest.mark.parametrize("arrives", [True, False])
-def test_an_interrupted_last_message_is_looked_up_in_the_ledger(
-    server_url: str,
-    desks: Callable[..., Desk],
-    monkeypatch: pytest.MonkeyPatch,
-    arrives: bool,
-) -> None:
-    """A soft time limit raises anywhere, also between the COMMIT and its answer."""
-    desk = desks(server_url)
-    fence = desk.fence()
+class Limit(Exception):
+    """What a soft time limit raises, anywhere."""
 
-    class Limit(Exception):
-        pass
+
+@pytest.mark.mariadb
+@pytest.mark.parametrize("event", ["before_cursor_execute", "after_cursor_execute"])
+def test_a_guard_that_is_interrupted_commits_nothing(
+    mariadb_url: str, desks: Callable[..., Desk], event: str
+) -> None:
+    """Its COMMIT has not been sent, wherever the limit strikes."""
+    desk = desks(mariadb_url)
+    fence = desk.fence()
 
     def interrupt(connection: sa.Connection, cursor: Any, sql: str, *rest: Any) -> None:
         if "celery_lease_commit" in sql:
             raise Limit
 
-    event = "after_cursor_execute" if arrives else "before_cursor_execute"
     sa.event.listen(desk.engine, event, interrupt)
     with pytest.raises(Limit), fence.transaction(desk.engine) as connection:
         write(connection, 1)
-    at_once = server_url.startswith("postgresql")
-    assert fence.settled == (arrives and at_once)
-    assert desk.notes() == ([1] if arrives and at_once else [])
+    assert not fence.settled
+    assert desk.notes() == []
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("lasting", ["Connection", "no reset", "Session on a connection"])
+def test_an_interrupted_last_message_is_looked_up_in_the_ledger(
+    postgresql_url: str,
+    desks: Callable[..., Desk],
+    monkeypatch: pytest.MonkeyPatch,
+    lasting: str,
+    sent: bool,
+    final: bool,
+) -> None:
+    """It may have arrived; and the next question must not be given the answer to this one."""
+    desk = desks(postgresql_url)
+    fence = desk.fence()
+
+    def interrupt(*given: Any) -> Any:
+        raise Limit
+
+    def interrupt_answered(pgconn: Any) -> Iterator[Any]:
+        yield from answers(pgconn)
+        raise Limit
+
+    answers = pipeline._answers
+    with desk.lasting(lasting) as target:
+        with monkeypatch.context() as patch:
+            if sent:
+                patch.setattr(pipeline, "_answers", interrupt_answered)
+            else:
+                patch.setattr(pipeline, "_Query", interrupt)
+            with pytest.raises(Limit), fence.transaction(target, final=final) as work:
+                write(work, 1)
+        assert fence.settled == (sent and final)
+        with desk.fence().transaction(target) as work:
+            write(work, 2)
+    assert desk.notes() == ([1, 2] if sent else [2])
 
 
 def test_a_body_frozen_with_rows_written_is_ended_by_its_own_limit(

@@ -116,6 +116,29 @@ class Desk:
         self.lease.close()
 
 
+def asked(engine: sa.Engine) -> list[str]:
+    """Return a list of the statements that the database is given from now on.
+
+    PostgreSQL says them itself: the guard that brings its COMMIT is none of the engine's.
+    """
+    seen: list[str] = []
+    if engine.dialect.name != "postgresql":
+        sa.event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
+        sa.event.listen(engine, "commit", lambda connection: seen.append("COMMIT"))
+        return seen
+
+    @sa.event.listens_for(engine, "connect")
+    def connected(dbapi: Any, record: Any) -> None:
+        dbapi.add_notice_handler(lambda said: seen.append(said.message_primary.split(": ", 1)[1]))
+        dbapi.execute("SET client_min_messages = log")
+        dbapi.execute("SET log_statement = 'all'")
+        dbapi.commit()
+        seen.clear()
+
+    engine.dispose()  # for connections that are listened to from their start
+    return seen
+
+
 def write(work: Any, number: int, epoch: int = 0) -> None:
     """Write a note and have it reach the database."""
     work.execute(sa.insert(Note).values(id=number, epoch=epoch))
@@ -818,36 +841,32 @@ def test_an_unfenced_call_opens_a_plain_transaction(
 def test_hooks_before_the_commit_write_ahead_of_the_guard(desk: Desk) -> None:
     """What they add is guarded with the rest: the guard comes after the flush."""
     maker = sessionmaker(desk.engine)
-    statements: list[str] = []
+    fence, statements = desk.fence(), asked(desk.engine)
 
     @sa.event.listens_for(maker, "before_commit")
     def add_another(session: Session) -> None:
         session.add(Note(id=2, epoch=0))
 
-    @sa.event.listens_for(desk.engine, "before_cursor_execute")
-    def note(*arguments: Any) -> None:
-        statements.append(arguments[2])
-
-    with desk.fence().transaction(maker) as session:
+    with fence.transaction(maker) as session:
         session.add(Note(id=1, epoch=0))
     guards = [each for each in statements if "celery_lease_commit" in each]
-    assert guards == statements[-1:]
+    assert guards == statements[-2:-1]
+    assert statements[-1] == "COMMIT"
     assert desk.notes() == [1, 2]
 
 
 def test_the_guard_is_one_statement_more(desk: Desk) -> None:
-    """Its cost is a round trip."""
-    counted: list[str] = []
-
-    @sa.event.listens_for(desk.engine, "before_cursor_execute")
-    def count(*arguments: Any) -> None:
-        counted.append(arguments[2])
-
-    fence = desk.fence()
+    """Its cost is a round trip, or not even that."""
+    fence, statements = desk.fence(), asked(desk.engine)
     with fence.transaction(desk.engine) as work:
         write(work, 1)
-    assert len(counted) == 2
-    assert "celery_lease_commit" in counted[1]
+    *_, own, guard, commit = statements
+    assert [each.split()[:3] for each in (own, guard, commit)] == [
+        ["INSERT", "INTO", "note"],
+        ["INSERT", "INTO", "celery_lease_commit"],
+        ["COMMIT"],
+    ]
+    assert [each for each in statements[:-3] if each != "BEGIN"] == []
 
 
 def test_a_database_without_a_fence_says_what_to_look_at(desk: Desk, tmp_path: Any) -> None:

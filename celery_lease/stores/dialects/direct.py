@@ -65,14 +65,15 @@ class Direct:
             row = None if cursor.description is None else cursor.fetchone()
             return Answer(row, cursor.rowcount)
 
-    def compiled(self, statement: sa.Executable) -> Text:
-        """Return a statement as the driver wants it."""
-        return compiled(statement, self.dialect, self._schemas)
+    def compiled(self, statement: sa.Executable, dialect: sa.Dialect | None = None) -> Text:
+        """Return a statement as the driver wants it, or as another *dialect* does."""
+        return compiled(statement, dialect or self.dialect, self._schemas)
 
-    def script(self, sql: str) -> None:
-        """Run statements in one message: the driver's own SQL, without parameters."""
-        with self._cursor() as cursor:
-            cursor.execute(sql)
+    @contextmanager
+    def drivers_own(self) -> Iterator[Any]:
+        """Yield the driver's connection; errors of what is done with it are this one's."""
+        with self._translated():
+            yield self.dbapi_connection
 
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
         with self._cursor() as cursor:
@@ -80,6 +81,10 @@ class Direct:
             return cursor.fetchone() if text.returns_row else None, cursor.rowcount
 
     def _cursor(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def _translated(self) -> AbstractContextManager[Any]:
+        """Turn the driver's errors into those that the users of this connection catch."""
         raise NotImplementedError
 
 
@@ -129,10 +134,14 @@ class _Pooled(Direct):
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
+        with self._translated(), closing(self._pooled.cursor()) as cursor:
+            yield cursor
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         driver = self.dialect.loaded_dbapi
         try:
-            with closing(self._pooled.cursor()) as cursor:
-                yield cursor
+            yield
         except driver.Error as error:
             gone = self.dialect.is_disconnect(error, self._pooled, None)
             if gone:
@@ -160,17 +169,18 @@ class _Within(Direct):
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
+        with self._translated(), closing(self._connection.connection.cursor()) as cursor:
+            yield cursor
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
-            with closing(self._connection.connection.cursor()) as cursor:
-                yield cursor
+            yield
         except self.dialect.loaded_dbapi.Error as error:
             gone = self.dialect.is_disconnect(error, self._connection.connection, None)
             if gone:
                 self._connection.invalidate(error)
             raise _sqlalchemys(self.dialect, error, gone) from error
-
-    def script(self, sql: str) -> None:
-        self._connection.exec_driver_sql(sql, None, {**_AT_ONCE, "no_parameters": True}).close()
 
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
         result = self._connection.exec_driver_sql(text.sql, parameters, _AT_ONCE)

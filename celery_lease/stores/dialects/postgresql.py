@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from celery_lease.stores.dialects.base import (
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
 from celery_lease.stores.dialects.direct import Direct
+from celery_lease.stores.dialects.pipeline import can_commit_with, commit_with
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, metadata
 
 __all__ = ["PostgreSQL"]
@@ -50,27 +50,18 @@ _LIMITED = sa.func.set_config(
 ) != sa.literal_column("''")
 
 
-#: What the server's log says of a guard that did not pass, and then does not commit.
-_NOT_PASSED = "celery-lease: this epoch is not the current one"
-
-
-class _Literal(sa.types.UserDefinedType[Any]):
-    """The type of a parameter that the client puts into the text: the server finds it out."""
-
-    cache_ok = True
-
-
+#: What brings its COMMIT along has parameters like this one: $1.
+_NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 #: Not called what the columns are: in the VALUES of an INSERT those names are taken.
-_GIVEN = {each: sa.bindparam(f"the_{each}", type_=_Literal()) for each in COMMIT_COLUMNS}
+_GIVEN = {each.name: sa.bindparam(f"the_{each.name}", type_=each.type) for each in commit_table.c}
 #: Read, not locked, as in BOTH. A subquery costs less to plan than a join.
 _LEASES_TERM = (
     sa.select(lease_table.c.term)
     .where(lease_table.c.name == _GIVEN["lease"], lease_table.c.epoch == _GIVEN["epoch"])
     .scalar_subquery()
 )
-#: The epoch where it is the current one, its fence locked shared; an error where it is not,
-#: as nothing else stops in the middle of a message. concat() is not evaluated beforehand.
-_CURRENT = sa.func.coalesce(
+#: The epoch where it is the current one, its fence locked shared; NULL where it is not.
+_CURRENT = (
     sa.select(fence_table.c.epoch)
     .where(
         fence_table.c.name == _GIVEN["lease"],
@@ -79,9 +70,10 @@ _CURRENT = sa.func.coalesce(
         _GIVEN["term"] == _LEASES_TERM,
     )
     .with_for_update(read=True)
-    .scalar_subquery(),
-    sa.cast(sa.func.concat(sa.literal_column(f"'{_NOT_PASSED}'")), sa.BigInteger),
+    .scalar_subquery()
 )
+#: What the server's log says of a check that did not pass.
+_NOT_PASSED = "celery-lease: this epoch is not the current one"
 
 
 class PostgreSQL(OnConflict):
@@ -103,8 +95,15 @@ class PostgreSQL(OnConflict):
         .where(*is_current(lease_table, fence_table), _LIMITED)
         .with_for_update(read=True, of=fence_table)
     )
+    # Only an error keeps the COMMIT from being executed: the epoch must not be NULL, and no
+    # other text is a number. concat() is not evaluated beforehand.
     _SETTLE_OR_FAIL = sa.insert(commit_table).values({**_GIVEN, "epoch": _CURRENT, "at": utcnow()})
-    _CHECK_OR_FAIL = sa.select(_CURRENT)
+    _CHECK_OR_FAIL = sa.select(
+        sa.func.coalesce(
+            _CURRENT,
+            sa.cast(sa.func.concat(sa.literal_column(f"'{_NOT_PASSED}'")), sa.BigInteger),
+        )
+    )
 
     _LIMIT = sa.select(_LIMITED)
 
@@ -219,16 +218,8 @@ class PostgreSQL(OnConflict):
         return connection.execute(self._CHECK, values).row is not None
 
     def brings_commit(self, connection: Direct) -> bool:
-        """Take psycopg 3, unless it is set to what takes single statements only."""
-        driver = sys.modules.get("psycopg")
-        dbapi = connection.dbapi_connection
-        return (
-            driver is not None
-            and isinstance(dbapi, driver.Connection)
-            and dbapi.prepare_threshold != 0
-            and not dbapi.closed
-            and not dbapi.pgconn.pipeline_status
-        )
+        """Take psycopg 3, in a transaction that it has begun."""
+        return can_commit_with(connection.dbapi_connection)
 
     def settle_and_commit(self, connection: Direct, **values: Any) -> bool:
         """Insert the commit row."""
@@ -242,18 +233,13 @@ class PostgreSQL(OnConflict):
     def _commit_with(
         self, connection: Direct, guard: sa.Executable, values: dict[str, Any]
     ) -> bool:
-        from psycopg import ClientCursor, DataError
-
-        text = connection.compiled(guard)
-        # The protocol has parameters for single statements only.
-        sql = ClientCursor(connection.dbapi_connection).mogrify(
-            text.sql, text.parameters({f"the_{each}": given for each, given in values.items()})
-        )
+        text = connection.compiled(guard, _NUMBERED)
+        given = text.parameters({f"the_{each}": value for each, value in values.items()})
         try:
-            connection.script(f"{sql}; COMMIT")
+            with connection.drivers_own() as dbapi:
+                commit_with(dbapi, text.sql, given)
         except Exception as error:  # SQLAlchemy's or Django's, around the driver's
-            driver = error.__cause__
-            if isinstance(driver, DataError) and _NOT_PASSED in str(driver):
+            if error.__cause__ is not None and _has_not_passed(error.__cause__):
                 return False  # The server went no further.
             raise
         return True
@@ -261,6 +247,14 @@ class PostgreSQL(OnConflict):
     def limit_idle(self, connection: Direct, seconds: float) -> None:
         """Set ``idle_in_transaction_session_timeout`` for this transaction."""
         connection.execute(self._LIMIT, {"idle": _ms(seconds)})
+
+
+def _has_not_passed(orig: Any) -> bool:
+    """Return whether an error is what a guard that brings its COMMIT says of a stale epoch."""
+    if _state(orig) == "23502":
+        null = (orig.diag.table_name, orig.diag.column_name)
+        return null == (commit_table.name, commit_table.c.epoch.name)
+    return _state(orig) == "22P02" and _NOT_PASSED in str(orig)
 
 
 def _state(orig: BaseException) -> str | None:
