@@ -11,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.ext.compiler import compiles
 
 from celery_lease.errors import (
@@ -50,8 +51,8 @@ _LIMITED = sa.func.set_config(
 ) != sa.literal_column("''")
 
 
-#: What brings its COMMIT along has parameters like this one: $1.
-_NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
+#: What brings its COMMIT along has parameters like this one: $1::VARCHAR.
+_NUMBERED = psycopg.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 #: Not called what the columns are: in the VALUES of an INSERT those names are taken.
 _GIVEN = {each.name: sa.bindparam(f"the_{each.name}", type_=each.type) for each in commit_table.c}
 #: Read, not locked, as in BOTH. A subquery costs less to plan than a join.
