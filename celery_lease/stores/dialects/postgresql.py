@@ -96,8 +96,8 @@ class PostgreSQL(OnConflict):
         .where(*is_current(lease_table, fence_table), _LIMITED)
         .with_for_update(read=True, of=fence_table)
     )
-    # Only an error keeps the COMMIT from being executed: the epoch must not be NULL, and no
-    # other text is a number. concat() is not evaluated beforehand.
+    # Only an error keeps the COMMIT in the same message from being executed. A commit row has no
+    # NULL for its epoch; and a text is no number, once concat(), never beforehand, has made it.
     _SETTLE_OR_FAIL = sa.insert(commit_table).values({**_GIVEN, "epoch": _CURRENT, "at": utcnow()})
     _CHECK_OR_FAIL = sa.select(
         sa.func.coalesce(
