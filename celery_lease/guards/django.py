@@ -27,7 +27,6 @@ from celery_lease.stores.dialects import Direct, database_of
 from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
-    is_users_own_error,
     objection,
     passes,
     refusal,
@@ -155,9 +154,6 @@ def _guard(
     try:
         passed = passes(seen, ticket, final=final, idle=store.idle, commit=commit)
     except DatabaseError as error:
-        driver = error.__cause__
-        if commit and driver and is_users_own_error(database_of(seen.dialect), driver):
-            raise
         reason = _reason(seen, ticket, store, error)
         if reason is error:
             raise

@@ -28,7 +28,6 @@ from celery_lease.stores.dialects import Direct, database_of, masked, translated
 from celery_lease.stores.fences import (
     FenceStore,
     Ticket,
-    is_users_own_error,
     look,
     objection,
     passes,
@@ -207,11 +206,10 @@ class Guard:
             # What the database itself has said is for the task, as without a guard.
             error = problem.__cause__ or problem
             driver = getattr(error, "orig", None) or error
-            if not (commit and is_users_own_error(database, driver)):
-                shown = masked(connection.engine.url)
-                told = objection(self.ticket, self._store, database, driver, shown=shown)
-                if told is not None:
-                    return told
+            shown = masked(connection.engine.url)
+            told = objection(self.ticket, self._store, database, driver, shown=shown)
+            if told is not None:
+                return told
             if not isinstance(problem, StoreContention):
                 return error
         except sa.exc.IntegrityError as duplicate:

@@ -40,7 +40,6 @@ __all__ = [
     "FenceStore",
     "Standing",
     "Ticket",
-    "is_users_own_error",
     "look",
     "objection",
     "passes",
@@ -294,6 +293,8 @@ def objection(
     Returns:
         None where the driver's own error says it best.
     """
+    if database.is_of_commit(driver):
+        return None  # Then it is about the user's own tables.
     kind = database.classify(driver)
     if kind is SchemaMismatch:
         return missing_fence(ticket.lease, shown)
@@ -320,19 +321,6 @@ def _forbidden(
         f"privileges (docs, 'Grants'), and it must not be read-only",
         name=ticket.lease,
     )
-
-
-def is_users_own_error(database: Database, driver: BaseException) -> bool:
-    """Return whether a guard that brought the COMMIT met an error about the user's own objects.
-
-    What is deferred to the COMMIT, constraint triggers say, is run by it.
-
-    Args:
-        database: The kind of database.
-        driver: The driver's error.
-    """
-    about_names = database.classify(driver) is SchemaMismatch or database.is_forbidden(driver)
-    return about_names and "celery_lease" not in str(driver)
 
 
 def missing_fence(lease: str, shown: str) -> MissingFence:

@@ -619,6 +619,45 @@ def test_a_guard_that_is_interrupted_commits_nothing(
 
 
 @pytest.mark.postgresql
+def test_the_last_words_of_a_server_that_ends_the_session_are_what_is_raised(
+    postgresql_url: str, desks: Callable[..., Desk]
+) -> None:
+    """That it was idle for too long says more than that it is gone."""
+    desk = desks(postgresql_url)
+    fence = desk.fence()
+    with (
+        pytest.raises(sa.exc.DBAPIError) as raised,
+        fence.transaction(desk.engine, idle=0.1) as work,
+    ):
+        write(work, 1)
+        gone = sa.text("SELECT count(*) FROM pg_stat_activity WHERE pid = :pid")
+        (pid,) = work.execute(sa.text("SELECT pg_backend_pid()")).one()
+        with desk.engine.connect() as other:
+            while other.execute(gone, {"pid": pid}).scalar():
+                other.rollback()
+    assert getattr(raised.value.orig, "sqlstate", None) == "25P03"
+    assert not fence.settled
+    assert desk.notes() == []
+
+
+@pytest.mark.postgresql
+def test_a_psycopg_that_remembers_its_statements_in_another_way_has_the_two_go_apart(
+    postgresql_url: str, desks: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of it is not public: that may change, and nothing must break with it."""
+    desk = desks(postgresql_url)
+    fence = desk.fence()
+    seen: list[str] = []
+    sa.event.listen(desk.engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
+    monkeypatch.setattr(pipeline, "_MEMORY", ("get", "remember"))
+    with fence.transaction(desk.engine) as work:
+        write(work, 1)
+    assert "celery_lease_commit" in seen[-1]
+    assert fence.settled
+    assert desk.notes() == [1]
+
+
+@pytest.mark.postgresql
 @pytest.mark.parametrize("final", [False, True])
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("lasting", ["Connection", "no reset", "Session on a connection"])

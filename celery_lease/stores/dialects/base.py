@@ -97,6 +97,13 @@ class Database:
         """Return whether a driver's error is about privileges, which waiting does not mend."""
         return False
 
+    def is_of_commit(self, orig: BaseException) -> bool:
+        """Return whether a driver's error is of the COMMIT that a guard brought along.
+
+        What is deferred to the COMMIT, constraint triggers say, is run by it.
+        """
+        return False
+
     # --- the guard ----------------------------------------------------------------------
 
     def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:

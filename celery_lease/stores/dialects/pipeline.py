@@ -12,7 +12,12 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["can_commit_with", "commit_with"]
+__all__ = ["can_commit_with", "commit_with", "is_of_commit"]
+
+#: What is asked of psycopg's memory of the statements that it has prepared.
+_MEMORY = ("get", "maybe_add_to_cache", "validate")
+#: What marks the error of a COMMIT.
+_OF_COMMIT = "_celery_lease_of_commit"
 
 
 class _Query(NamedTuple):
@@ -36,7 +41,7 @@ def can_commit_with(dbapi: Any) -> bool:
         and dbapi.pgconn.transaction_status == psycopg.pq.TransactionStatus.INTRANS
         and not dbapi.pgconn.pipeline_status
         and psycopg.Pipeline.is_supported()
-        and hasattr(dbapi, "_prepared")
+        and all(hasattr(getattr(dbapi, "_prepared", None), each) for each in _MEMORY)
     )
 
 
@@ -49,8 +54,8 @@ def commit_with(dbapi: Any, sql: str, parameters: Sequence[str | int]) -> None:
         parameters: Their values.
 
     Raises:
-        psycopg.Error: The server's, of the statement (nothing is committed) or of the COMMIT.
-            After a broken connection it may be committed.
+        psycopg.Error: The server's, of the statement (nothing is committed) or of the COMMIT
+            (see :func:`is_of_commit`). After a broken connection it may be committed.
     """
     from psycopg import errors
     from psycopg.pq import ConnStatus, ExecStatus
@@ -58,11 +63,14 @@ def commit_with(dbapi: Any, sql: str, parameters: Sequence[str | int]) -> None:
     encoding, pgconn = dbapi.info.encoding, dbapi.pgconn
     query = _Query(sql.encode(encoding))
     values = [str(each).encode(encoding) for each in parameters]
+    if any(b"\0" in each for each in values):  # libpq would take it for the end.
+        raise errors.DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
     # There is no public way to these. A statement that we named ourselves would be gone when
     # psycopg has the server forget its own, as at each ROLLBACK, and nobody would tell us.
     prepared = dbapi._prepared  # noqa: SLF001
     with dbapi.lock:
         wanted, name = prepared.get(query)
+        key = prepared.maybe_add_to_cache(query, wanted, name)
         try:
             pgconn.enter_pipeline_mode()
             if wanted.name == "SHOULD":
@@ -78,27 +86,42 @@ def commit_with(dbapi: Any, sql: str, parameters: Sequence[str | int]) -> None:
                 pgconn.exit_pipeline_mode()
         except BaseException:
             # Between a question and its answer, which the next would take for its own.
-            dbapi.close()
+            pgconn.finish()
             raise
-        key = prepared.maybe_add_to_cache(query, wanted, name)
         if key is not None:
             prepared.validate(key, wanted, name, results[-2:-1])
     for result in results:
         if result.status == ExecStatus.FATAL_ERROR:
-            raise errors.error_from_result(result, encoding)
+            error = errors.error_from_result(result, encoding)
+            setattr(error, _OF_COMMIT, result is results[-1])
+            raise error
     if not results or results[-1].command_status != b"COMMIT":
         raise errors.OperationalError("the server did not say that it has committed")
 
 
+def is_of_commit(error: BaseException) -> bool:
+    """Return whether an error is of the COMMIT, which runs what was deferred to it.
+
+    Args:
+        error: Raised by :func:`commit_with`.
+    """
+    return getattr(error, _OF_COMMIT, False)
+
+
 def _answers(pgconn: Any) -> Generator[Any, Any, list[Any]]:
     """Send what is left to send, and return an answer for each statement."""
+    from psycopg import DatabaseError
     from psycopg.generators import execute, fetch_many
     from psycopg.pq import ExecStatus
 
     answers: list[Any] = []
     results = yield from execute(pgconn)
-    # There are none where the server ended the session with its last words.
     while results and results[0].status != ExecStatus.PIPELINE_SYNC:
         answers += results
-        results = yield from fetch_many(pgconn)
+        try:
+            results = yield from fetch_many(pgconn)
+        except DatabaseError:
+            if all(each.status != ExecStatus.FATAL_ERROR for each in answers):
+                raise
+            break  # That were the last words of a server that has ended the session.
     return answers

@@ -31,7 +31,7 @@ from celery_lease.stores.dialects.base import (
 )
 from celery_lease.stores.dialects.clock import from_now, seconds_until, utcnow
 from celery_lease.stores.dialects.direct import Direct
-from celery_lease.stores.dialects.pipeline import can_commit_with, commit_with
+from celery_lease.stores.dialects.pipeline import can_commit_with, commit_with, is_of_commit
 from celery_lease.stores.schema import commit_table, fence_table, lease_table, metadata
 
 __all__ = ["PostgreSQL"]
@@ -208,6 +208,10 @@ class PostgreSQL(OnConflict):
     def is_forbidden(self, orig: BaseException) -> bool:
         """Go by SQLSTATE."""
         return _state(orig) == "42501"
+
+    def is_of_commit(self, orig: BaseException) -> bool:
+        """Go by which of the two was answered with it."""
+        return is_of_commit(orig)
 
     def settle(self, connection: Direct, *, idle: float, **values: Any) -> bool:
         """Insert the commit row, with the idle limit set in the same statement."""
