@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
+from psycopg.pq import ExecStatus
 from sqlalchemy.orm import Session, sessionmaker
 
 from celery_lease.errors import AlreadySettled, FencingError, StaleEpoch
@@ -638,6 +640,40 @@ def test_the_last_words_of_a_server_that_ends_the_session_are_what_is_raised(
     assert getattr(raised.value.orig, "sqlstate", None) == "25P03"
     assert not fence.settled
     assert desk.notes() == []
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("threshold", [0, None])
+@pytest.mark.parametrize("kind", ["Engine", "sessionmaker"])
+def test_a_session_that_ends_right_after_its_commit_is_no_error_of_the_blocks(
+    postgresql_url: str,
+    desks: Callable[..., Desk],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    threshold: int | None,
+) -> None:
+    """As where a server is stopped: the COMMIT was answered, and the message was not."""
+    desk = desks(postgresql_url, connect_args={"prepare_threshold": threshold})
+    fence = desk.fence()
+
+    def ended(pgconn: Any) -> Iterator[Any]:
+        *answers, end = yield from real(pgconn)
+        assert end.status == ExecStatus.PIPELINE_SYNC
+        return [*answers, last_words]
+
+    real = pipeline._answers
+    with (
+        psycopg.connect(postgresql_url.replace("+psycopg", "")) as other,
+        desk.target(kind) as target,
+    ):
+        last_words = other.pgconn.exec_(
+            b"DO $$BEGIN RAISE 'stopped' USING ERRCODE = '57P01'; END$$"
+        )
+        monkeypatch.setattr(pipeline, "_answers", ended)
+        with fence.transaction(target) as work:
+            write(work, 1)
+    assert fence.settled
+    assert desk.notes() == [1]
 
 
 @pytest.mark.postgresql

@@ -58,7 +58,7 @@ def commit_with(dbapi: Any, sql: str, parameters: Sequence[str | int]) -> None:
             (see :func:`is_of_commit`). After a broken connection it may be committed.
     """
     from psycopg import errors
-    from psycopg.pq import ConnStatus, ExecStatus
+    from psycopg.pq import ExecStatus
 
     encoding, pgconn = dbapi.info.encoding, dbapi.pgconn
     query = _Query(sql.encode(encoding))
@@ -71,9 +71,10 @@ def commit_with(dbapi: Any, sql: str, parameters: Sequence[str | int]) -> None:
     with dbapi.lock:
         wanted, name = prepared.get(query)
         key = prepared.maybe_add_to_cache(query, wanted, name)
+        statement = 1 if wanted.name == "SHOULD" else 0  # Its place among the answers.
         try:
             pgconn.enter_pipeline_mode()
-            if wanted.name == "SHOULD":
+            if statement > 0:
                 pgconn.send_prepare(name, query.query)
             if name:
                 pgconn.send_query_prepared(name, values)
@@ -81,21 +82,23 @@ def commit_with(dbapi: Any, sql: str, parameters: Sequence[str | int]) -> None:
                 pgconn.send_query_params(query.query, values)
             pgconn.send_query_params(b"COMMIT", None)
             pgconn.pipeline_sync()  # Nothing is sent before.
-            results = dbapi.wait(_answers(pgconn))
-            if pgconn.status == ConnStatus.OK:
+            answers = dbapi.wait(_answers(pgconn))
+            if answers and answers[-1].status == ExecStatus.PIPELINE_SYNC:
                 pgconn.exit_pipeline_mode()
+            else:
+                pgconn.finish()  # As the server has: it may have committed before.
         except BaseException:
             # Between a question and its answer, which the next would take for its own.
             pgconn.finish()
             raise
         if key is not None:
-            prepared.validate(key, wanted, name, results[-2:-1])
-    for result in results:
-        if result.status == ExecStatus.FATAL_ERROR:
-            error = errors.error_from_result(result, encoding)
-            setattr(error, _OF_COMMIT, result is results[-1])
+            prepared.validate(key, wanted, name, answers[statement : statement + 1])
+    for place, answer in enumerate(answers):
+        if answer.status == ExecStatus.FATAL_ERROR:
+            error = errors.error_from_result(answer, encoding)
+            setattr(error, _OF_COMMIT, place == statement + 1)
             raise error
-    if not results or results[-1].command_status != b"COMMIT":
+    if b"COMMIT" not in [each.command_status for each in answers[statement + 1 :]]:
         raise errors.OperationalError("the server did not say that it has committed")
 
 
@@ -109,19 +112,24 @@ def is_of_commit(error: BaseException) -> bool:
 
 
 def _answers(pgconn: Any) -> Generator[Any, Any, list[Any]]:
-    """Send what is left to send, and return an answer for each statement."""
+    """Send what is left to send, and return the answers.
+
+    The last one is that to the end of the message, unless the server ended the session before:
+    then one of them says why.
+    """
     from psycopg import DatabaseError
     from psycopg.generators import execute, fetch_many
     from psycopg.pq import ExecStatus
 
-    answers: list[Any] = []
-    results = yield from execute(pgconn)
-    while results and results[0].status != ExecStatus.PIPELINE_SYNC:
-        answers += results
+    answers: list[Any] = yield from execute(pgconn)
+    while answers and answers[-1].status != ExecStatus.PIPELINE_SYNC:
         try:
-            results = yield from fetch_many(pgconn)
+            more = yield from fetch_many(pgconn)
         except DatabaseError:
+            more = []
             if all(each.status != ExecStatus.FATAL_ERROR for each in answers):
                 raise
-            break  # That were the last words of a server that has ended the session.
+        if not more:
+            break
+        answers += more
     return answers
