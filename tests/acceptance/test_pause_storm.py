@@ -43,11 +43,12 @@ def test_no_pause_crash_or_restart_breaks_a_promise(cluster, ledger, duration):
         # Restart after restart: a worker comes back each time.
         "broker_connection_max_retries": None,
     }
-    beats = [cluster.beat(name) for name in "ABC"]
+    beats = [cluster.leader("A"), cluster.beat("B"), cluster.beat("C")]
     workers = [cluster.worker(name, concurrency=2, ready=False) for name in ("one", "two")]
     ledger.committed("entry-0")
 
     storm = Storm(cluster, [*beats, *workers], random.Random(seed))
+    storm.freeze(beats[0], 2 * TTL)  # Chance may spare the leader for as long as 30 s.
     storm.rage(duration)
     calm_at = ledger.now()
 
@@ -123,12 +124,15 @@ class Storm:
         busy = [node for _, node in self._dead] + [node for _, _, node in self._frozen]
         return [node for node in self.nodes if node not in busy]
 
+    def freeze(self, node, seconds):
+        """Freeze one of the nodes for so long."""
+        until = time.monotonic() + seconds
+        self._frozen.append((until, freeze_tree(node.container.pid), node))
+        self._count("froze")
+
     def _freeze(self):
         if nodes := self._running():
-            node = self.chance.choice(nodes)
-            until = time.monotonic() + self.chance.uniform(0.5, 3) * TTL
-            self._frozen.append((until, freeze_tree(node.container.pid), node))
-            self._count("froze")
+            self.freeze(self.chance.choice(nodes), self.chance.uniform(0.5, 3) * TTL)
 
     def _kill(self):
         if nodes := self._running():
