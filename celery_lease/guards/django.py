@@ -58,7 +58,7 @@ class _Connection(Direct):
     def _cursor(self) -> Any:
         return self._connection.cursor()
 
-    def _translated(self) -> Any:
+    def translated(self) -> Any:
         return self._connection.wrap_database_errors
 
 

@@ -69,12 +69,6 @@ class Direct:
         """Return a statement as the driver wants it, or as another *dialect* does."""
         return compiled(statement, dialect or self.dialect, self._schemas)
 
-    @contextmanager
-    def drivers_own(self) -> Iterator[Any]:
-        """Yield the driver's connection; errors of what is done with it are this one's."""
-        with self._translated():
-            yield self.dbapi_connection
-
     def _run(self, text: Text, parameters: Any) -> tuple[Sequence[Any] | None, int]:
         with self._cursor() as cursor:
             cursor.execute(text.sql, parameters)
@@ -83,7 +77,7 @@ class Direct:
     def _cursor(self) -> AbstractContextManager[Any]:
         raise NotImplementedError
 
-    def _translated(self) -> AbstractContextManager[Any]:
+    def translated(self) -> AbstractContextManager[Any]:
         """Turn the driver's errors into those that the users of this connection catch."""
         raise NotImplementedError
 
@@ -134,11 +128,11 @@ class _Pooled(Direct):
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
-        with self._translated(), closing(self._pooled.cursor()) as cursor:
+        with self.translated(), closing(self._pooled.cursor()) as cursor:
             yield cursor
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
         driver = self.dialect.loaded_dbapi
         try:
             yield
@@ -169,11 +163,11 @@ class _Within(Direct):
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
-        with self._translated(), closing(self._connection.connection.cursor()) as cursor:
+        with self.translated(), closing(self._connection.connection.cursor()) as cursor:
             yield cursor
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
         try:
             yield
         except self.dialect.loaded_dbapi.Error as error:

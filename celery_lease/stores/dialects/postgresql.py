@@ -241,8 +241,8 @@ class PostgreSQL(OnConflict):
         text = connection.compiled(guard, _NUMBERED)
         given = text.parameters({f"the_{each}": value for each, value in values.items()})
         try:
-            with connection.drivers_own() as dbapi:
-                commit_with(dbapi, text.sql, given)
+            with connection.translated():
+                commit_with(connection.dbapi_connection, text.sql, given)
         except Exception as error:  # SQLAlchemy's or Django's, around the driver's
             if error.__cause__ is not None and _has_not_passed(error.__cause__):
                 return False  # The server went no further.
