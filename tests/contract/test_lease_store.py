@@ -514,6 +514,16 @@ def test_the_time_that_is_left_is_counted_by_the_database(store, seconds):
     assert seconds - 1 < float(left) <= seconds + 0.002
 
 
+def test_no_more_time_is_left_than_was_given(store):
+    """A leader that goes by it would trust its lease for longer than the others do."""
+    left = sa.select(seconds_until(from_now(60))).select_from(lease_table)
+    with store.engine.connect() as connection:
+        # At many fractions of a second, as they decide how a float is rounded.
+        for _ in range(200):
+            assert 59 < float(connection.execute(left).scalar_one()) <= 60
+            time.sleep(0.001)
+
+
 def test_how_far_the_hosts_clock_is_ahead_is_measured_within_what_the_question_took(
     store, monkeypatch
 ):

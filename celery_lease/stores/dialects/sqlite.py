@@ -241,4 +241,5 @@ def _from_now(element: from_now, compiler: Any, **kw: Any) -> str:
 @compiles(seconds_until, "sqlite")
 def _seconds_until(element: seconds_until, compiler: Any, **kw: Any) -> str:
     column = compiler.process(element.clauses, **kw)
-    return f"((julianday({column}) - julianday('now')) * 86400.0)"
+    # A day of that calendar, as a float, is exact to 40 microseconds only; both are milliseconds.
+    return f"round((julianday({column}) - julianday('now')) * 86400.0, 3)"
