@@ -258,10 +258,11 @@ class LeasedScheduler(LeaseMixin, Scheduler):
 
         At least about one. What there is no room or time for is due at once in the next turn.
         """
-        batch, entries, until = Batch(), self.agenda.entries, monotonic() + PLANNING
+        batch, entries = Batch(), self.agenda.entries
         found = self.agenda.take(now, BATCH, self.dispatcher.waiting)
         alone = [name for _, name in found if not wishes_of(entries[name]).overlap]
         running = self.dispatcher.ledger.running(term.name, alone)
+        until = monotonic() + PLANNING  # Of deciding alone: the database is asked once.
         for done, (first, name) in enumerate(found):
             room, waits = BATCH - len(batch.runs), running.get(name, inf)
             if room == 0 or (done and monotonic() > until):

@@ -22,6 +22,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("celery_lease.sending.MAKING", 60.0)
     monkeypatch.setattr("celery_lease.dispatch.SENDING", 60.0)
+    monkeypatch.setattr("celery_lease.recovery.SLOW", 60.0)
+    monkeypatch.setattr("celery_lease.scheduler.PLANNING", 60.0)
 
 
 @pytest.fixture

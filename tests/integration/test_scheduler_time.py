@@ -87,15 +87,10 @@ def test_a_catch_up_larger_than_a_batch_is_sent_in_order_over_several_turns(clus
 def test_what_takes_long_to_decide_is_sent_over_several_turns(cluster, monkeypatch, each, claims):
     """After an outage each entry has much to look through; the first ones need not wait."""
     instants = itertools.count(0, each)
+    monkeypatch.setattr(scheduler, "PLANNING", 0.2)
     monkeypatch.setattr(scheduler, "monotonic", lambda: next(instants))
     beat = cluster.beat({name: {"schedule": 60.0} for name in "abcde"}).go()
-    claim, sizes = beat.dispatcher.ledger.claim, []
-
-    def note(term, runs, **kwargs):
-        sizes.append(len(runs))
-        return claim(term, runs, **kwargs)
-
-    beat.dispatcher.ledger.claim = note
+    sizes = sizes_of_claims(beat)
     beat.at(seconds=61)
 
     waits = [beat.tick() for _ in claims]
@@ -103,6 +98,37 @@ def test_what_takes_long_to_decide_is_sent_over_several_turns(cluster, monkeypat
     assert sorted(entry for entry, _, _ in cluster.sent()) == list("abcde")
     assert waits[:-1] == [0.0] * (len(claims) - 1), "no pause while something is due"
     assert waits[-1] > 0
+
+
+def test_a_database_that_answers_slowly_does_not_make_the_batches_small(cluster, monkeypatch):
+    """What the limit bounds is deciding; asking once for all is what a batch is for."""
+    now = [0.0]
+    monkeypatch.setattr(scheduler, "PLANNING", 0.2)
+    monkeypatch.setattr(scheduler, "monotonic", lambda: now[0])
+    alone = {"schedule": 60.0, "fenced": True, "overlap": False}
+    beat = cluster.beat({name: dict(alone) for name in "abcde"}).go()
+    running, sizes = beat.dispatcher.ledger.running, sizes_of_claims(beat)
+
+    def slow(*args):
+        now[0] += 1.0
+        return running(*args)
+
+    beat.dispatcher.ledger.running = slow
+    beat.at(seconds=61).tick()
+
+    assert sizes == [5]
+
+
+def sizes_of_claims(beat):
+    """Return a list that gets the number of runs of each claim of a beat's."""
+    claim, sizes = beat.dispatcher.ledger.claim, []
+
+    def note(term, runs, **kwargs):
+        sizes.append(len(runs))
+        return claim(term, runs, **kwargs)
+
+    beat.dispatcher.ledger.claim = note
+    return sizes
 
 
 def test_a_takeover_alone_skips_nothing(cluster):
