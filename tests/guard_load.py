@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -184,9 +185,11 @@ def _work(url: str, first: bool, shared: Shared, committed: Any) -> None:
 # --- the leader ---------------------------------------------------------------------------
 
 
-def load(url: str, *, workers: int, seconds: float, first: bool) -> Figures:
+def load(
+    url: str, *, workers: int, seconds: float, first: bool, enough: float = math.inf
+) -> Figures:
     """
-    Load one database.
+    Load one database for so many seconds, or until there were enough takeovers.
 
     `first`: with the twin that locks first.
     """
@@ -206,13 +209,16 @@ def load(url: str, *, workers: int, seconds: float, first: bool) -> Figures:
         # From outside: a takeover that starves does not come back to look at the time.
         end = threading.Timer(seconds, lambda: setattr(shared.running, "value", 0))
         end.start()
-        _lead(busy, idle, shared)
+        began = time.perf_counter()
+        _lead(busy, idle, shared, enough)
+        took = time.perf_counter() - began
+        end.cancel()
         commits = sum(committed.get(timeout=60) for _ in crew)
         for each in crew:
             each.join(60)
         return Figures(
             workers=workers,
-            commits_per_s=round(commits / seconds),
+            commits_per_s=round(commits / took),
             takeovers=len(busy.takeovers),
             takeover_median=_ms(statistics.median(busy.takeovers)),
             takeover_p99=_ms(_p99(busy.takeovers)),
@@ -259,9 +265,9 @@ class Led:
             return term
 
 
-def _lead(busy: Led, idle: Led, shared: Shared) -> None:
+def _lead(busy: Led, idle: Led, shared: Shared, enough: float) -> None:
     pause = threading.Event()
-    while shared.running.value:
+    while shared.running.value and len(busy.takeovers) < enough:
         pause.wait(PACE / 2)
         busy.renew()
         idle.renew()
@@ -270,6 +276,7 @@ def _lead(busy: Led, idle: Led, shared: Shared) -> None:
         busy.take_over()
         # Only now: so a commit's instant is never earlier than its fence.
         shared.term = busy.term
+    shared.running.value = 0
 
 
 def _out_of_order(store: SQLLeaseStore) -> int:

