@@ -34,5 +34,6 @@ def test_takeovers_come_through_while_workers_commit_without_a_pause(server_url)
     figures = load(server_url, workers=4, seconds=60, first=False, enough=20)
 
     assert figures.takeovers == 20
-    assert figures.commits_per_s > 0
+    assert figures.takeover_median < 250  # ms; one that the host stalls in does not count
+    assert figures.commits_per_s > 20
     assert figures.out_of_order == 0

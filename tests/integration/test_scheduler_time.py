@@ -90,7 +90,13 @@ def test_what_takes_long_to_decide_is_sent_over_several_turns(cluster, monkeypat
     monkeypatch.setattr(scheduler, "PLANNING", 0.2)
     monkeypatch.setattr(scheduler, "monotonic", lambda: next(instants))
     beat = cluster.beat({name: {"schedule": 60.0} for name in "abcde"}).go()
-    sizes = sizes_of_claims(beat)
+    claim, sizes = beat.dispatcher.ledger.claim, []
+
+    def note(term, runs, **kwargs):
+        sizes.append(len(runs))
+        return claim(term, runs, **kwargs)
+
+    beat.dispatcher.ledger.claim = note
     beat.at(seconds=61)
 
     waits = [beat.tick() for _ in claims]
@@ -107,7 +113,7 @@ def test_a_database_that_answers_slowly_does_not_make_the_batches_small(cluster,
     monkeypatch.setattr(scheduler, "monotonic", lambda: now[0])
     alone = {"schedule": 60.0, "fenced": True, "overlap": False}
     beat = cluster.beat({name: dict(alone) for name in "abcde"}).go()
-    running, sizes = beat.dispatcher.ledger.running, sizes_of_claims(beat)
+    running = beat.dispatcher.ledger.running
 
     def slow(*args):
         now[0] += 1.0
@@ -116,19 +122,7 @@ def test_a_database_that_answers_slowly_does_not_make_the_batches_small(cluster,
     beat.dispatcher.ledger.running = slow
     beat.at(seconds=61).tick()
 
-    assert sizes == [5]
-
-
-def sizes_of_claims(beat):
-    """Return a list that gets the number of runs of each claim of a beat's."""
-    claim, sizes = beat.dispatcher.ledger.claim, []
-
-    def note(term, runs, **kwargs):
-        sizes.append(len(runs))
-        return claim(term, runs, **kwargs)
-
-    beat.dispatcher.ledger.claim = note
-    return sizes
+    assert len(cluster.sent()) == 5
 
 
 def test_a_takeover_alone_skips_nothing(cluster):
